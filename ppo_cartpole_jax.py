@@ -1,0 +1,1044 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0"]
+# ///
+"""PPO on CartPole-v1 in one file and one XLA program: environment, networks, Adam, GAE and the update in pure JAX.
+
+    python ppo_cartpole_jax.py                                # solves CartPole (500.0 greedy) in a few seconds on two CPU cores
+    python ppo_cartpole_jax.py --num-seeds 8 --no-anneal-lr   # eight independent agents in the same program
+    python ppo_cartpole_jax.py --resume runs/<run_name>       # go on after an interruption, bit for bit
+
+The classic setting, for comparisons:
+
+    python ppo_cartpole_jax.py --total-timesteps 500000 --num-envs 64 --num-steps 128 --update-epochs 4 \
+        --num-minibatches 4 --learning-rate 2.5e-4 --no-anneal-lr --adam-eps 1e-8
+
+Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
+
+Arrays put the batch LAST (features first, contiguous batch): that layout is faster for small networks on a CPU.
+Axes in shape comments: K seeds, T steps, N environments (of one device), B = T * N batch, M minibatch,
+O observation size, A actions, E evaluation episodes.
+"""
+
+import time
+
+PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import sys
+import zipfile
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from PIL import Image, ImageDraw
+
+SCRIPT = "ppo_cartpole_jax"
+AXIS = "devices"  # mesh axis over which the environments are sharded
+
+
+# ======================================================================================================================
+# Arguments
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """PPO on pure-JAX CartPole-v1."""
+
+    # Run
+    seed: int = 1
+    """seed of the first agent"""
+    num_seeds: int = 1
+    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    num_devices: int = 1
+    """devices over which the environments are sharded"""
+    exp_name: str = SCRIPT
+    """name of the experiment, part of the run's name"""
+    runs_dir: str = "runs"
+    """folder that receives <run_name>/ with TensorBoard events, args.json, checkpoints and summary.json"""
+    videos_dir: str = "videos"
+    """folder that receives <run_name>/ with videos"""
+    log_interval: int = 10
+    """updates per dispatch and per log entry"""
+    checkpoint_interval: int = 100
+    """updates between checkpoints; the last update is always saved"""
+    eval_episodes: int = 100
+    """greedy episodes after training, each in an environment of its own"""
+    capture_video: bool = False
+    """also record the greedy policy during training, not only at its end"""
+    video_interval: int = 50
+    """updates between two videos"""
+    resume: str | None = None
+    """folder of a run to go on with; its saved arguments are used"""
+    eval: str | None = None
+    """folder of a run to evaluate, without training; writes eval.json and a video"""
+    track: bool = False
+    """also log to Weights & Biases (needs the wandb package)"""
+    wandb_project: str = "single-file-jax-ppo"
+    """Weights & Biases project"""
+
+    # Environment
+    env_id: Literal["CartPole-v1"] = "CartPole-v1"
+    """the only environment of this script"""
+    kinematics_integrator: Literal["euler", "semi-implicit"] = "euler"
+    """whether positions advance with the old (euler, Gymnasium's default) or the new (semi-implicit) velocities"""
+    num_envs: int = 64
+    """parallel environments, over all devices, of each agent"""
+
+    # Algorithm
+    total_timesteps: int = 500_000
+    """environment steps of each agent, rounded down to whole updates"""
+    num_steps: int = 128
+    """steps per environment and update"""
+    learning_rate: float = 2.5e-4
+    """Adam's learning rate (its initial value when annealed)"""
+    anneal_lr: bool = True
+    """decay the learning rate linearly to zero"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """passes over the batch per update"""
+    norm_adv: bool = True
+    """normalise advantages in each minibatch"""
+    clip_coef: float = 0.2
+    """clipping range of the probability ratio"""
+    clip_vloss: bool = True
+    """clip the value loss too, by the same range"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this global norm"""
+    target_kl: float | None = None
+    """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
+    adam_eps: float = 1e-5
+    """Adam's epsilon"""
+
+    def __post_init__(self):
+        """Raises ValueError with a message a person can act on."""
+        positive = "num_seeds num_devices log_interval checkpoint_interval eval_episodes video_interval num_envs num_steps"
+        for name in (positive + " total_timesteps num_minibatches update_epochs").split():
+            _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
+        for name in "learning_rate max_grad_norm adam_eps".split():
+            value = getattr(self, name)
+            _check(0 < value < math.inf, f"--{name} must be a positive number, not {value}")
+        for name in "gamma gae_lambda".split():
+            _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+        for name in "clip_coef ent_coef vf_coef".split():
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, f"--{name} must not be negative or infinite, is {value}")
+        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
+        _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
+        _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.ASCII), f"--exp_name may only hold letters, digits and ._-, not {self.exp_name!r}")
+        _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
+        _check(self.num_envs % self.num_devices == 0, f"--num_devices {self.num_devices} must divide --num_envs {self.num_envs}")
+        local = self.num_envs // self.num_devices * self.num_steps
+        _check(local % self.num_minibatches == 0, f"--num_minibatches {self.num_minibatches} must divide the batch of a device, {local} steps")
+        _check(self.total_timesteps >= self.batch_size, f"--total_timesteps {self.total_timesteps} is smaller than one batch of {self.batch_size}")
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps of one update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run."""
+        return self.total_timesteps // self.batch_size
+
+
+def _check(condition, message):
+    if not condition:
+        raise ValueError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class CartPole:
+    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson, 1983) for one environment; `jax.vmap` makes many.
+
+    | what        | value                                                                              |
+    | ----------- | ---------------------------------------------------------------------------------- |
+    | state       | float32 [4]: cart position m, cart velocity m/s, pole angle rad, pole velocity rad/s |
+    | observation | the state                                                                          |
+    | action      | 0 pushes the cart to the left, 1 to the right                                      |
+    | reward      | 1 for every step                                                                   |
+    | terminated  | cart further than 2.4 m from the centre, or pole more than 12 degrees from upright |
+    | truncated   | by the caller, after `max_episode_steps`                                           |
+    | start       | uniform in [-0.05, 0.05]^4                                                         |
+    """
+
+    gravity: float = 9.8  # m/s^2
+    mass_cart: float = 1.0  # kg
+    mass_pole: float = 0.1  # kg
+    half_length: float = 0.5  # m, pivot to the pole's centre of mass
+    force: float = 10.0  # N
+    tau: float = 0.02  # s per step
+    x_limit: float = 2.4  # m
+    theta_limit: float = 12 * math.pi / 180  # rad
+    max_episode_steps: int = 500
+    integrator: str = "euler"
+    obs_size = 4
+    num_actions = 2
+
+    def reset(self, key):
+        """Returns a start state [4]."""
+        return jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+
+    def step(self, state, action):
+        """Advances a state [4] by tau; returns (state [4], reward, terminated)."""
+        x, x_dot, theta, theta_dot = state
+        force = jnp.where(action == 1, self.force, -self.force)
+        sin, cos = jnp.sin(theta), jnp.cos(theta)
+        total_mass = self.mass_cart + self.mass_pole
+        push = (force + self.mass_pole * self.half_length * theta_dot**2 * sin) / total_mass
+        theta_acc = (self.gravity * sin - cos * push) / (
+            self.half_length * (4 / 3 - self.mass_pole * cos**2 / total_mass)
+        )
+        x_acc = push - self.mass_pole * self.half_length * theta_acc * cos / total_mass
+        new_x_dot, new_theta_dot = x_dot + self.tau * x_acc, theta_dot + self.tau * theta_acc
+        if self.integrator == "semi-implicit":
+            x_dot, theta_dot = new_x_dot, new_theta_dot
+        x, theta = x + self.tau * x_dot, theta + self.tau * theta_dot
+        terminated = (jnp.abs(x) > self.x_limit) | (jnp.abs(theta) > self.theta_limit)
+        return jnp.stack([x, new_x_dot, theta, new_theta_dot]), jnp.ones_like(x), terminated
+
+    def observe(self, state):
+        """The observation [4] of a state [4]."""
+        return state
+
+    def render(self, state, width=600, height=400):
+        """Draws a state [4] to scale on the host; uint8 [height, width, 3]."""
+        x, _, theta, _ = (float(v) for v in state)
+        scale = width / (2.2 * self.x_limit)  # pixels per metre
+        image = Image.new("RGB", (width, height), "white")
+        draw = ImageDraw.Draw(image)
+        cart_x, track_y = width / 2 + x * scale, height * 0.75
+        tip = (cart_x + 2 * self.half_length * scale * math.sin(theta), track_y - 2 * self.half_length * scale * math.cos(theta))
+        draw.line([(0, track_y), (width, track_y)], fill="black")
+        draw.rectangle([cart_x - 0.2 * scale, track_y - 0.12 * scale, cart_x + 0.2 * scale, track_y + 0.12 * scale], fill=(40, 40, 40))
+        draw.line([(cart_x, track_y), tip], fill=(204, 153, 102), width=max(2, round(0.08 * scale)))
+        radius = 0.04 * scale
+        draw.ellipse([cart_x - radius, track_y - radius, cart_x + radius, track_y + radius], fill=(130, 130, 255))
+        return np.asarray(image)
+
+
+def make_env(args):
+    return CartPole(integrator=args.kinematics_integrator)
+
+
+# ======================================================================================================================
+# Networks
+# ======================================================================================================================
+
+
+def init_mlp(key, sizes, head_gain):
+    """Orthogonal weights [out, in] with gain sqrt(2), `head_gain` for the last layer; zero biases [out, 1]."""
+    keys = jax.random.split(key, len(sizes) - 1)
+    params = {}
+    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:]), start=1):
+        gain = head_gain if i == len(sizes) - 1 else math.sqrt(2)
+        params[f"w{i}"] = jax.nn.initializers.orthogonal(gain)(keys[i - 1], (fan_out, fan_in))
+        params[f"b{i}"] = jnp.zeros((fan_out, 1))
+    return params
+
+
+def mlp(params, x):
+    """Two hidden tanh layers and a linear head: [in, M] -> [out, M]."""
+    x = jnp.tanh(params["w1"] @ x + params["b1"])
+    x = jnp.tanh(params["w2"] @ x + params["b2"])
+    return params["w3"] @ x + params["b3"]
+
+
+def init_params(key, env):
+    """Separate actor and critic; a dict of dicts of arrays."""
+    actor_key, critic_key = jax.random.split(key)
+    return {
+        "actor": init_mlp(actor_key, (env.obs_size, 64, 64, env.num_actions), head_gain=0.01),
+        "critic": init_mlp(critic_key, (env.obs_size, 64, 64, 1), head_gain=1.0),
+    }
+
+
+def policy(params, obs):
+    """Action logits [A, M] of observations [O, M]."""
+    return mlp(params["actor"], obs)
+
+
+def value(params, obs):
+    """State values [M] of observations [O, M]."""
+    return mlp(params["critic"], obs)[0]
+
+
+# ======================================================================================================================
+# Optimizer
+# ======================================================================================================================
+
+
+class AdamState(NamedTuple):
+    """First and second moments, trees like the parameters, and the number of steps taken."""
+
+    m: dict
+    v: dict
+    count: jax.Array
+
+
+def adam_init(params):
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return AdamState(zeros, zeros, jnp.int32(0))
+
+
+def adam_update(grads, state, params, learning_rate, eps, max_grad_norm, beta1=0.9, beta2=0.999):
+    """Clips the gradients to a global norm, then one step of Adam (https://arxiv.org/abs/1412.6980).
+
+    Returns (params, state, norm of the gradients before clipping).
+    """
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    scale = jnp.minimum(1.0, max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
+    count = state.count + 1
+    m = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * (g * scale), state.m, grads)
+    v = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (g * scale) ** 2, state.v, grads)
+    m_scale, v_scale = 1 / (1 - beta1**count), 1 / (1 - beta2**count)
+    params = jax.tree.map(
+        lambda p, m, v: p - learning_rate * (m * m_scale) / (jnp.sqrt(v * v_scale) + eps), params, m, v
+    )
+    return params, AdamState(m, v, count), norm
+
+
+# ======================================================================================================================
+# PPO
+# ======================================================================================================================
+
+
+class Episodes(NamedTuple):
+    """Running and last finished episode of every environment, each [N].
+
+    Statistics are means over the environments' last finished episodes, so a short episode counts as much as a long one.
+    """
+
+    ret: jax.Array  # return of the running episode
+    length: jax.Array  # its length
+    last_ret: jax.Array  # of the last finished one, NaN before the first
+    last_length: jax.Array
+
+
+class Trajectory(NamedTuple):
+    """T steps of N environments. Both flags may be set at once, as in Gymnasium."""
+
+    obs: jax.Array  # [T, O, N]
+    action: jax.Array  # [T, N]
+    logits: jax.Array  # [T, A, N]
+    reward: jax.Array  # [T, N]
+    terminated: jax.Array  # [T, N]
+    truncated: jax.Array  # [T, N]
+    next_obs: jax.Array  # [T, O, N], successors before any reset
+
+
+class Batch(NamedTuple):
+    """What the loss needs."""
+
+    obs: jax.Array  # [O, M]
+    action: jax.Array  # [M]
+    logprob: jax.Array  # [M]
+    advantage: jax.Array  # [M]
+    ret: jax.Array  # [M], the critic's target
+    value: jax.Array  # [M]
+
+
+def select_logprob(logits, action):
+    """Log-probabilities [..., A, M] and that of the actions [..., M]."""
+    logprobs = jax.nn.log_softmax(logits, axis=-2)
+    return logprobs, jnp.where(action == 1, logprobs[..., 1, :], logprobs[..., 0, :])
+
+
+def rollout(args, env, params, env_state, episodes, key):
+    """Takes T steps in N environments that reset themselves; returns (env_state, episodes, trajectory)."""
+    action_key, reset_key = jax.random.split(key)
+    num_envs = episodes.length.shape[0]
+    # All random numbers in two calls: far cheaper than splitting a key per step and environment.
+    uniforms = jax.random.uniform(action_key, (args.num_steps, num_envs))
+    resets = jax.vmap(jax.vmap(env.reset, out_axes=-1))(jax.random.split(reset_key, (args.num_steps, num_envs)))
+
+    def step(carry, inputs):
+        env_state, episodes = carry
+        uniform, reset_state = inputs
+        obs = jax.vmap(env.observe, -1, -1)(env_state)
+        logits = policy(params, obs)
+        action = (uniform < jax.nn.sigmoid(logits[1] - logits[0])).astype(jnp.int32)  # two actions: one uniform
+        next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(env_state, action)
+        ret, length = episodes.ret + reward, episodes.length + 1
+        truncated = length >= env.max_episode_steps
+        done = terminated | truncated
+        episodes = Episodes(
+            jnp.where(done, 0.0, ret),
+            jnp.where(done, 0, length),
+            jnp.where(done, ret, episodes.last_ret),
+            jnp.where(done, length, episodes.last_length),
+        )
+        next_obs = jax.vmap(env.observe, -1, -1)(next_state)
+        env_state = jnp.where(done, reset_state, next_state)
+        return (env_state, episodes), Trajectory(obs, action, logits, reward, terminated, truncated, next_obs)
+
+    (env_state, episodes), trajectory = jax.lax.scan(step, (env_state, episodes), (uniforms, resets))
+    return env_state, episodes, trajectory
+
+
+def trajectory_values(env, params, trajectory):
+    """Values [T, N] of the observations and of their true successors, also where an episode was truncated."""
+    num_steps, _, num_envs = trajectory.obs.shape
+    last_obs = trajectory.next_obs[-1:]
+    obs = jnp.concatenate([trajectory.obs, last_obs]).swapaxes(0, 1)  # [O, T + 1, N]
+    values = value(params, obs.reshape(obs.shape[0], -1)).reshape(num_steps + 1, num_envs)
+    next_values = values[1:]
+    # An environment is truncated at most once in max_episode_steps steps: gather that one observation and value it.
+    for start in range(0, num_steps, env.max_episode_steps):
+        window = slice(start, start + env.max_episode_steps)
+        truncated = trajectory.truncated[window]
+        index = truncated.argmax(0)[None, None]
+        final_obs = jnp.take_along_axis(trajectory.next_obs[window], index, axis=0)[0]
+        final_values = jnp.where(truncated, value(params, final_obs), next_values[window])
+        next_values = next_values.at[window].set(final_values)
+    return values[:-1], next_values
+
+
+def compute_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438); all arrays [T, N].
+
+    `next_values` are the values of the true successors. A termination has no successor value; both a termination and
+    a truncation end the recursion. Returns the advantages; the critic's targets are advantages + values.
+    """
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+
+    def step(advantage, inputs):
+        delta, decay = inputs
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, decay), reverse=True)[1]
+
+
+def ppo_loss(params, batch, args):
+    """Clipped surrogate, (clipped) value loss and entropy bonus of a minibatch; returns (loss, metrics)."""
+    logprobs, logprob = select_logprob(policy(params, batch.obs), batch.action)
+    entropy = -(jnp.exp(logprobs) * logprobs).sum(0).mean()
+    log_ratio = logprob - batch.logprob
+    ratio = jnp.exp(log_ratio)
+    advantage = batch.advantage
+    if args.norm_adv:
+        mean = jax.lax.pmean(advantage.mean(), AXIS)
+        variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
+        advantage = (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+    clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+
+    new_value = value(params, batch.obs)
+    value_error = (new_value - batch.ret) ** 2
+    if args.clip_vloss:
+        clipped_value = batch.value + jnp.clip(new_value - batch.value, -args.clip_coef, args.clip_coef)
+        value_error = jnp.maximum(value_error, (clipped_value - batch.ret) ** 2)
+    value_loss = 0.5 * value_error.mean()
+
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "losses/old_approx_kl": -log_ratio.mean(),
+        "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
+    }
+    return loss, metrics
+
+
+def random_permutation(key, n):
+    """A pseudo-random permutation of range(n), without the sorts that make `jax.random.permutation` slow.
+
+    A Feistel network is a bijection on the index bits whatever its round function is; where n is no power of two,
+    indices that leave the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    """
+    bits = max(2, (n - 1).bit_length())
+    low, high = bits // 2, bits - bits // 2  # widths of the two halves
+    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
+
+    def mix(half, round_key, width):  # the top bits of a multiplicative hash
+        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
+        return (x ^ (x >> 13)) >> (32 - width)
+
+    def feistel(index):
+        left, right = index >> low, index & ((1 << low) - 1)
+        for left_key, right_key in round_keys:
+            left = left ^ mix(right, left_key, high)
+            right = right ^ mix(left, right_key, low)
+        return (left << low) | right
+
+    index = feistel(jnp.arange(n, dtype=jnp.uint32))
+    if n != 1 << bits:
+        index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
+    return index.astype(jnp.int32)
+
+
+def update_epochs(args, params, opt_state, batch, learning_rate, key):
+    """`update_epochs` passes over a batch of B samples in shuffled minibatches; returns (params, opt_state, metrics)."""
+    num_samples = batch.action.shape[0]
+    # One packed array [B, O + 5]: gathering its rows is far cheaper than gathering six arrays.
+    packed = jnp.concatenate([batch.obs, jnp.stack([jnp.asarray(x, jnp.float32) for x in batch[1:]])]).T
+
+    def minibatch_step(carry, minibatch):
+        params, opt_state = carry
+        columns = minibatch.T  # [O + 5, M]
+        batch = Batch(columns[:-5], *columns[-5:])
+        (_, metrics), grads = jax.value_and_grad(ppo_loss, has_aux=True)(params, batch, args)
+        grads = jax.lax.pmean(grads, AXIS)
+        params, opt_state, norm = adam_update(
+            grads, opt_state, params, learning_rate, args.adam_eps, args.max_grad_norm
+        )
+        return (params, opt_state), {**metrics, "losses/grad_norm": norm}
+
+    def epoch(carry, key):
+        params, opt_state, active = carry
+        order = random_permutation(key, num_samples).reshape(args.num_minibatches, -1)
+        new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), packed[order])
+        metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
+        if args.target_kl is not None:
+            new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
+            metrics = jax.tree.map(lambda m: jnp.where(active, m, jnp.nan), metrics)
+            active = active & (metrics["losses/approx_kl"] <= args.target_kl)
+        return (*new, active), metrics
+
+    carry = (params, opt_state, jnp.bool_(True))
+    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, jax.random.split(key, args.update_epochs))
+    return params, opt_state, jax.tree.map(jnp.nanmean if args.target_kl is not None else jnp.mean, metrics)
+
+
+# ======================================================================================================================
+# Training step
+# ======================================================================================================================
+
+
+class TrainState(NamedTuple):
+    """Everything training needs; checkpoints hold exactly this. Every leaf has a leading seed axis K."""
+
+    params: dict
+    opt_state: AdamState
+    env_state: jax.Array  # [K, 4, N]
+    episodes: Episodes  # of [K, N]
+    key: jax.Array  # [K]
+    update: jax.Array  # [K], updates done
+
+
+def seed_keys(args):
+    """One PRNG key per agent, [K]."""
+    return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_train_state(args, key):
+    """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`."""
+    env = make_env(args)
+
+    def init(key):
+        params_key, reset_key, key = jax.random.split(key, 3)
+        params = init_params(params_key, env)
+        env_state = jax.vmap(env.reset, out_axes=-1)(jax.random.split(reset_key, args.num_envs))
+        zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
+        episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
+        return TrainState(params, adam_init(params), env_state, episodes, key, jnp.int32(0))
+
+    return jax.vmap(init)(key)
+
+
+def update(args, state):
+    """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
+    env = make_env(args)
+    key, rollout_key, epochs_key = jax.random.split(state.key, 3)
+    device = jax.lax.axis_index(AXIS)
+    env_state, episodes, trajectory = rollout(
+        args, env, state.params, state.env_state, state.episodes, jax.random.fold_in(rollout_key, device)
+    )
+    values, next_values = trajectory_values(env, state.params, trajectory)
+    advantages = compute_gae(
+        trajectory.reward, values, next_values, trajectory.terminated, trajectory.truncated, args.gamma, args.gae_lambda
+    )
+    returns = advantages + values
+    _, logprobs = select_logprob(trajectory.logits, trajectory.action)
+    batch = Batch(
+        trajectory.obs.swapaxes(0, 1).reshape(env.obs_size, -1),
+        *(x.reshape(-1) for x in (trajectory.action, logprobs, advantages, returns, values)),
+    )
+    fraction = 1 - state.update / args.num_updates if args.anneal_lr else 1.0
+    learning_rate = args.learning_rate * fraction
+    params, opt_state, metrics = update_epochs(
+        args, state.params, state.opt_state, batch, learning_rate, jax.random.fold_in(epochs_key, device)
+    )
+    mean = lambda x: jax.lax.pmean(x.mean(), AXIS)  # noqa: E731
+    finished = jnp.isfinite(episodes.last_ret)
+    num_finished = jax.lax.psum(finished.sum(), AXIS)
+    return_variance = mean(returns**2) - mean(returns) ** 2
+    error_variance = mean((returns - values) ** 2) - mean(returns - values) ** 2
+    metrics |= {
+        "losses/explained_variance": 1 - error_variance / return_variance,
+        "charts/learning_rate": jnp.float32(learning_rate),
+        # 0 / 0 = NaN before the first episode ends: nothing is reported then
+        "charts/episodic_return": jax.lax.psum(jnp.where(finished, episodes.last_ret, 0).sum(), AXIS) / num_finished,
+        "charts/episodic_length": jax.lax.psum(jnp.where(finished, episodes.last_length, 0).sum(), AXIS) / num_finished,
+    }
+    return TrainState(params, opt_state, env_state, episodes, key, state.update + 1), metrics
+
+
+def over_seeds(args, function):
+    """`jax.vmap` of a function of trees with leading axis K; one agent alone avoids the slower batched products."""
+    if args.num_seeds > 1:
+        return jax.vmap(function)
+    return lambda *trees: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))
+
+
+def make_mesh(args):
+    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+
+
+def state_specs(state):
+    """How a `TrainState` is laid out over the mesh: the last axis, N, of what belongs to the environments."""
+    replicated = jax.tree.map(lambda _: PartitionSpec(), state)
+    sharded = lambda tree: jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 1), AXIS), tree)  # noqa: E731
+    return replicated._replace(env_state=sharded(state.env_state), episodes=sharded(state.episodes))
+
+
+def make_train_step(args):
+    """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
+    state = jax.eval_shape(lambda: init_train_state(args, seed_keys(args)))
+    specs = state_specs(state)
+    step = over_seeds(args, functools.partial(update, args))
+    return jax.jit(
+        jax.shard_map(step, mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()), check_vma=False)
+    )
+
+
+def make_train_chunk(args):
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics)`: n updates in one dispatch, metrics of the last."""
+    train_step = make_train_step(args)
+
+    def train_chunk(state, num_updates):
+        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(train_step, state)[1])
+        return jax.lax.fori_loop(0, num_updates, lambda _, carry: train_step(carry[0]), (state, metrics))
+
+    return jax.jit(train_chunk, donate_argnums=0)
+
+
+# ======================================================================================================================
+# Evaluation, video, checkpoints, logging
+# ======================================================================================================================
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(args, params, key):
+    """Plays one greedy episode in each of E fresh environments per agent.
+
+    Takes parameters and keys with a leading axis K. Returns returns [K, E], lengths [K, E] and the states [K, L, 4] that
+    the first episode went through, frozen after its end (L = longest possible episode + 1).
+    """
+    env = make_env(args)
+
+    def play(params, key):
+        first = jax.vmap(env.reset, out_axes=-1)(jax.random.split(key, args.eval_episodes))
+
+        def step(carry, _):
+            state, ret, length, running = carry
+            action = policy(params, jax.vmap(env.observe, -1, -1)(state)).argmax(0)
+            next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(state, action)
+            state = jnp.where(running, next_state, state)
+            carry = (state, ret + reward * running, length + running, running & ~terminated)
+            return carry, state[:, 0]
+
+        zeros, ones = jnp.zeros(args.eval_episodes), jnp.ones(args.eval_episodes, bool)
+        carry = (first, zeros, zeros.astype(jnp.int32), ones)
+        (_, ret, length, _), states = jax.lax.scan(step, carry, length=env.max_episode_steps)
+        return ret, length, jnp.concatenate([first[None, :, 0], states])
+
+    return over_seeds(args, play)(params, key)
+
+
+def evaluation_keys(args):
+    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
+
+
+def summarize_evaluation(args, evaluation):
+    """What summary.json and eval.json say of an evaluation, over all agents and for each."""
+    returns, lengths, _ = (np.asarray(x) for x in evaluation)  # [K, E]
+
+    def statistics(returns, lengths):
+        return {
+            "eval_return_mean": float(returns.mean()),
+            "eval_return_std": float(returns.std()),
+            "eval_length_mean": float(lengths.mean()),
+        }
+
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    return {
+        "eval_episodes": args.eval_episodes,
+        "eval_mode": "greedy",
+        **statistics(returns, lengths),
+        "eval_return_ci95": bootstrap_interval(returns.mean(1)),
+        "per_seed": {str(seed): statistics(*x) for seed, *x in zip(seeds, returns, lengths)},
+    }
+
+
+def bootstrap_interval(values, samples=10_000):
+    """95% bootstrap interval [low, high] of the mean of finite values [K]; None for a single one."""
+    values = np.asarray(values)[np.isfinite(values)]
+    if len(values) < 2:
+        return None
+    index = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
+    return np.percentile(values[index].mean(1), [2.5, 97.5]).tolist()
+
+
+def record_video(args, path, evaluation):
+    """Writes the first agent's first evaluation episode as a GIF of 25 frames a second."""
+    env = make_env(args)
+    _, lengths, states = (np.asarray(x[0]) for x in evaluation)
+    frames = [Image.fromarray(env.render(state, 300, 200)).quantize(16) for state in states[: lengths[0] + 1 : 2]]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=40, loop=0)
+
+
+class RunError(Exception):
+    """A failure with a message for the user; `code` is the exit status."""
+
+    def __init__(self, message, code=1):
+        super().__init__(message)
+        self.code = code
+
+
+def flatten_state(state):
+    """{path: array} of a `TrainState`; PRNG keys as their data."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    as_data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): as_data(x) for path, x in leaves}
+
+
+def save_checkpoint(run_dir, state, num_kept=3):
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest; returns its path."""
+    folder = pathlib.Path(run_dir, "checkpoints")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{int(state.update[0]):08d}.npz"
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        np.savez(file, script=SCRIPT, **{name: np.asarray(x) for name, x in flatten_state(state).items()})
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".tmp").replace(path)
+    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(run_dir, template):
+    """The newest checkpoint of a run as a `TrainState` like `template` (of arrays or shapes); raises RunError."""
+    paths = sorted(pathlib.Path(run_dir, "checkpoints").glob("*.npz"))
+    if not paths:
+        raise RunError(f"{run_dir} holds no checkpoint")
+    expected = jax.eval_shape(flatten_state, template)
+    try:
+        with np.load(paths[-1], allow_pickle=False) as file:
+            if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
+                raise RunError(f"{paths[-1]} is not a checkpoint of {SCRIPT}")
+            arrays = {name: file[name] for name in expected}  # reading checks the CRC
+    except (OSError, EOFError, ValueError, KeyError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise RunError(f"{paths[-1]} is damaged ({error}); an older one beside it may do, remove this one") from error
+    for name, like in expected.items():
+        if arrays[name].shape != like.shape or arrays[name].dtype != like.dtype:
+            raise RunError(f"{paths[-1]} does not fit the arguments: {name} is {arrays[name].shape}, not {like.shape}")
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    leaves = [
+        jax.random.wrap_key_data(array) if is_key(like) else jnp.asarray(array)
+        for array, like in zip(arrays.values(), jax.tree.leaves(template))
+    ]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def load_args(run_dir):
+    """The `Args` saved in a run's args.json; raises RunError."""
+    try:
+        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        return Args(**saved)
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
+
+
+def load_run(run_dir):
+    """The (args, state) of a saved run; `state.params` has a leading seed axis."""
+    args = load_args(run_dir)
+    return args, load_checkpoint(run_dir, jax.eval_shape(lambda: init_train_state(args, seed_keys(args))))
+
+
+RENEWABLE = ("runs_dir", "videos_dir", "log_interval", "checkpoint_interval", "eval_episodes", "capture_video")
+RENEWABLE += ("video_interval", "num_devices", "track", "wandb_project", "resume", "eval", "total_timesteps")
+
+
+def merge_args(given, saved):
+    """Saved arguments of a run, with those of `given` that differ from the defaults and may be given anew."""
+    changes = {}
+    for field in dataclasses.fields(Args):
+        new, old = getattr(given, field.name), getattr(saved, field.name)
+        if new in (field.default, old):
+            continue
+        if field.name not in RENEWABLE or (field.name == "total_timesteps" and saved.anneal_lr):
+            why = "the learning rate is annealed over it" if field.name == "total_timesteps" else "it is part of the run"
+            raise RunError(f"--{field.name.replace('_', '-')} {new} differs from the saved {old}: {why}", code=2)
+        changes[field.name] = new
+    try:
+        return dataclasses.replace(saved, **changes)
+    except ValueError as error:
+        raise RunError(error, code=2) from error
+
+
+class Logger:
+    """Writes metrics of K agents to TensorBoard (one run an agent), to Weights & Biases when asked, and to the terminal."""
+
+    def __init__(self, args, run_dir, start_step):
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.event, self.summary = event_pb2, summary_pb2
+        self.is_terminal = sys.stdout.isatty()
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        self.folders = [run_dir] if args.num_seeds == 1 else [run_dir / f"seed_{seed}" for seed in seeds]
+        self.writers = [EventFileWriter(str(folder)) for folder in self.folders]
+        self.wandb = None
+        if args.track:
+            try:
+                import wandb
+            except ImportError as error:
+                raise RunError("--track needs Weights & Biases: pip install wandb") from error
+            self.wandb = wandb.init(
+                project=args.wandb_project, name=run_dir.name, id=run_dir.name, resume="allow", config=vars(args)
+            )
+        rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+        text = tensor_pb2.TensorProto(
+            dtype=types_pb2.DT_STRING, string_val=[f"|param|value|\n|-|-|\n{rows}".encode()]
+        )
+        metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "text"})
+        for writer in self.writers:
+            if start_step:  # readers drop what an interrupted run had logged beyond this step
+                status = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step, session_log=status))
+            values = [summary_pb2.Summary.Value(tag="hyperparameters", metadata=metadata, tensor=text)]
+            self._add(writer, start_step, values)
+
+    def _add(self, writer, step, values):
+        summary = self.summary.Summary(value=values)
+        writer.add_event(self.event.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def log(self, step, metrics):
+        """Writes {tag: [K]} at an environment step; values that are not finite are left out."""
+        for k, writer in enumerate(self.writers):
+            finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
+            self._add(writer, step, [self.summary.Summary.Value(tag=t, simple_value=v) for t, v in finite.items()])
+            if self.wandb:
+                prefix = "" if len(self.writers) == 1 else f"{self.folders[k].name}/"
+                self.wandb.log({f"{prefix}{tag}": v for tag, v in finite.items()}, step=step)
+
+    def progress(self, step, total, seconds, sps, returns):
+        """One updating line on a terminal, a plain line elsewhere."""
+        eta = (total - step) / sps
+        mean = np.nanmean(returns) if np.isfinite(returns).any() else math.nan
+        line = f"{step:>{len(str(total))}}/{total} steps {step / total:4.0%} | return {mean:8.2f} | {sps:,.0f} SPS"
+        line += f" | {seconds:.0f}s, {eta:.0f}s left"
+        print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
+
+    def close(self):
+        if self.is_terminal:
+            print()
+        for writer in self.writers:
+            writer.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def write_json(path, content):
+    """Writes strict JSON atomically (NaN and infinity become null)."""
+    def clean(x):
+        if isinstance(x, dict):
+            return {key: clean(value) for key, value in x.items()}
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(clean(content), indent=2, allow_nan=False) + "\n")
+    temporary.replace(path)
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+
+def open_run(args):
+    """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
+    if args.resume:
+        run_dir = pathlib.Path(args.resume)
+        args = merge_args(args, load_args(run_dir))
+    else:
+        run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    for folder in (run_dir, video_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.num_devices > len(jax.devices()):
+        raise RunError(
+            f"--num-devices {args.num_devices}: JAX sees {len(jax.devices())} {jax.default_backend()} device(s)"
+            " (for virtual ones on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=N)",
+            code=2,
+        )
+    write_json(run_dir / "args.json", {**vars(args), "resume": None, "eval": None})
+    return args, run_dir, video_dir
+
+
+def train(args):
+    """Trains, evaluates and saves a run; returns the exit status."""
+    args, run_dir, video_dir = open_run(args)
+    total_steps = args.num_updates * args.batch_size
+    start = time.perf_counter()
+    state = init_train_state(args, seed_keys(args))
+    if args.resume:
+        state = load_checkpoint(run_dir, state)
+    shardings = jax.tree.map(lambda spec: NamedSharding(make_mesh(args), spec), state_specs(state))
+    state = jax.device_put(state, shardings)
+    train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
+    jax.block_until_ready(state)
+    compile_seconds = time.perf_counter() - start
+
+    first = done = int(state.update[0])
+    logger = Logger(args, run_dir, first * args.batch_size)
+    stop = []  # the signal that asked for an end
+    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    print(f"{SCRIPT}: {total_steps:,} steps x {args.num_seeds} seed(s) on {args.num_devices} {jax.default_backend()}"
+          f" device(s), compiled in {compile_seconds:.1f}s, logging to {run_dir}", flush=True)
+    train_seconds, finite = 0.0, np.ones(args.num_seeds, bool)
+    pending = None  # (update, metrics) of the chunk before: logged while the next one runs
+    intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
+    clock = time.perf_counter()
+
+    def log(update, metrics):
+        metrics = {tag: np.asarray(x) for tag, x in metrics.items()}  # waits for the device
+        step, seconds = update * args.batch_size, train_seconds + time.perf_counter() - clock
+        sps = (update - first) * args.batch_size * args.num_seeds / seconds
+        logger.log(step, {**metrics, "charts/SPS": np.full(args.num_seeds, sps)})
+        logger.progress(step, total_steps, seconds, sps, metrics["charts/episodic_return"])
+        for k in np.flatnonzero(finite & ~np.isfinite(metrics["losses/grad_norm"])):
+            finite[k] = False
+            print(f"\nerror: the losses of seed {args.seed + k} are not finite from step {step} on", file=sys.stderr)
+        if not finite.any():
+            raise RunError("no agent with finite losses is left: try a smaller --learning-rate")
+
+    status = 1
+    try:
+        while done < args.num_updates and not stop:
+            target = min(min(args.num_updates, done - done % interval + interval) for interval in intervals)
+            state, metrics = train_chunk(state, jnp.int32(target - done))
+            if pending:
+                log(*pending)
+            done, pending = target, (target, metrics)
+            saves = done % args.checkpoint_interval == 0
+            records = args.capture_video and done % args.video_interval == 0
+            if saves or records or stop or done == args.num_updates:
+                log(*pending)
+                pending = None
+                jax.block_until_ready(state)
+                train_seconds += time.perf_counter() - clock
+                if saves or stop or done == args.num_updates:
+                    save_checkpoint(run_dir, state)
+                if records:
+                    evaluation = evaluate(args, state.params, evaluation_keys(args))
+                    logger.log(done * args.batch_size, {"eval/episodic_return": np.asarray(evaluation[0].mean(1))})
+                    record_video(args, video_dir / f"step_{done * args.batch_size}.gif", evaluation)
+                clock = time.perf_counter()
+        steps = (done - first) * args.batch_size
+        summary = {
+            "script": SCRIPT,
+            "env_id": args.env_id,
+            "seed": args.seed,
+            "num_seeds": args.num_seeds,
+            "num_envs": args.num_envs,
+            "num_steps": args.num_steps,
+            "total_timesteps": done * args.batch_size,
+            "sps": steps * args.num_seeds / train_seconds if steps else None,
+            "compile_seconds": compile_seconds,
+            "train_seconds": train_seconds,
+            "status": "interrupted" if stop else "finished",
+            "failed_seeds": [args.seed + int(k) for k in np.flatnonzero(~finite)],
+            "backend": jax.default_backend(),
+            "device_kind": jax.devices()[0].device_kind,
+            "num_devices": args.num_devices,
+            "jax_version": jax.__version__,
+        }
+        if stop:
+            status = 128 + stop[0]
+            print(f"\ninterrupted at step {done * args.batch_size}; go on with: python {sys.argv[0]} --resume {run_dir}")
+        else:
+            evaluation = evaluate(args, state.params, evaluation_keys(args))
+            summary |= summarize_evaluation(args, evaluation)
+            logger.log(done * args.batch_size, {"eval/episodic_return": np.asarray(evaluation[0].mean(1))})
+            video = video_dir / f"step_{done * args.batch_size}.gif"
+            record_video(args, video, evaluation)
+            status = 0
+        summary["wall_seconds"] = time.time() - PROCESS_START
+        write_json(run_dir / "summary.json", summary)
+    finally:
+        logger.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    print(f"run:    {run_dir}")
+    if not stop:
+        print(f"video:  {video}")
+        print(f"result: greedy return {summary['eval_return_mean']:.1f} +- {summary['eval_return_std']:.1f} over"
+              f" {args.eval_episodes} episodes, {summary['sps'] or 0:,.0f} SPS, {summary['wall_seconds']:.1f}s in all")
+    return status
+
+
+def evaluate_run(args):
+    """Evaluates a saved run: writes its eval.json and a video, nothing else; returns the exit status."""
+    saved, state = load_run(args.eval)
+    saved = dataclasses.replace(saved, eval_episodes=args.eval_episodes, videos_dir=args.videos_dir)
+    run_dir = pathlib.Path(args.eval)
+    evaluation = evaluate(saved, state.params, evaluation_keys(saved))
+    summary = summarize_evaluation(saved, evaluation)
+    write_json(run_dir / "eval.json", summary)
+    video = pathlib.Path(saved.videos_dir, run_dir.resolve().name, "eval.gif")
+    video.parent.mkdir(parents=True, exist_ok=True)
+    record_video(saved, video, evaluation)
+    print(f"video:  {video}\nresult: greedy return {summary['eval_return_mean']:.1f} over {saved.eval_episodes} episodes")
+    return 0
+
+
+def main(args):
+    """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
+    try:
+        status = evaluate_run(args) if args.eval else train(args)
+    except (RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = getattr(error, "code", 1)
+    if status:
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
