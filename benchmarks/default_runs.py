@@ -1,0 +1,93 @@
+"""Runs a script's command line once per seed, each in a process of its own; writes the evaluations and a learning curve.
+
+    python benchmarks/default_runs.py ppo_cartpole_jax --seeds 20
+    python benchmarks/default_runs.py ppo_swingup_jax --seeds 10 -- --num-envs 1024
+
+Flags after `--` go to the script. Results: <out>.json (per seed: evaluation, SPS, seconds) and <out>.png (mean and 95%
+bootstrap band over the seeds of charts/episodic_return).
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import matplotlib
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def run_seed(script, seed, flags, folder):
+    """Runs the script; returns (summary with the measured whole seconds of the process, steps, returns)."""
+    start = time.perf_counter()
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--seed", str(seed), *flags]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    (run,) = (folder / "runs").glob(f"*__{seed}__*")
+    events = EventAccumulator(str(run)).Reload().Scalars("charts/episodic_return")
+    summary = json.loads((run / "summary.json").read_text()) | {"process_seconds": seconds}
+    return summary, [event.step for event in events], [event.value for event in events]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--out", type=pathlib.Path, help="path of the results without suffix")
+    parser.add_argument("flags", nargs="*", help="flags for the script, after --")
+    choice = parser.parse_args()
+    out = choice.out or ROOT / "benchmarks" / "results" / f"{choice.script}_default_runs"
+
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(choice.first_seed, choice.first_seed + choice.seeds):
+            runs.append(run_seed(choice.script, seed, choice.flags, pathlib.Path(folder)))
+            summary = runs[-1][0]
+            success = f", success {summary['success_rate']}" if "success_rate" in summary else ""
+            print(f"seed {seed:3d}: return {summary['eval_return_mean']:.1f}{success},"
+                  f" {summary['process_seconds']:.1f} s", flush=True)  # fmt: skip
+
+    summaries = [summary for summary, _, _ in runs]
+    keys = (
+        "seed eval_return_mean eval_return_std success_rate sps compile_seconds train_seconds process_seconds".split()
+    )
+    result = {
+        "command": "python benchmarks/default_runs.py " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "device": f"{summaries[0]['device_kind']}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "total_timesteps": summaries[0]["total_timesteps"],
+        "median_process_seconds": statistics.median(s["process_seconds"] for s in summaries),
+        "runs": [{key: summary[key] for key in keys if key in summary} for summary in summaries],
+    }
+    out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+
+    steps = np.array(runs[0][1])
+    curves = np.array([np.interp(steps, s, r) for _, s, r in runs])  # [seeds, points]
+    resampled = np.random.default_rng(0).integers(len(curves), size=(2000, len(curves)))
+    low, high = np.percentile(curves[resampled].mean(1), [2.5, 97.5], axis=0)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.fill_between(steps, low, high, alpha=0.3, label="95% bootstrap interval of the mean")
+    axes.plot(steps, curves.mean(0), label=f"mean of {len(curves)} seeds")
+    axes.set(xlabel="environment steps", ylabel="episodic return", title=choice.script)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main()

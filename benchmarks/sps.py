@@ -1,0 +1,197 @@
+"""Steady-state steps per second of every script, of peers, and how they scale; writes JSON.
+
+    python benchmarks/sps.py                       # every script with its own defaults and the reference settings
+    python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (benchmarks/requirements.txt)
+    python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
+
+Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
+together with ratios to the first candidate, because machines drift. A round ends with `block_until_ready`.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# Reference settings of DESIGN: the classic CartPole run, the 1,024 x 128 swing-up.
+REFERENCE = {
+    "ppo_cartpole_jax": dict(num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, anneal_lr=False),
+    "ppo_swingup_jax": dict(num_envs=1024, num_steps=128, update_epochs=4, num_minibatches=4),
+}
+HIDDEN = {"ppo_cartpole_jax": (4, 64, 3), "ppo_swingup_jax": (5, 128, 2)}  # inputs, width, outputs of both networks
+
+
+def matrix_peak():
+    """Floating-point operations per second of a large float32 product, the best of ten."""
+    a = jax.random.normal(jax.random.key(0), (2048, 2048))
+    product = jax.jit(lambda a: a @ a)
+    product(a).block_until_ready()
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        product(a).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(seconds)
+
+
+def ours(name, **changes):
+    """A function that trains for about a second and returns steps per second, and the seconds of compilation."""
+    script = importlib.import_module(name)
+    args = script.Args(**{"total_timesteps": 10**12, **changes})
+    state = script.init_train_state(args, script.seed_keys(args))
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(script.make_mesh(args), spec), script.state_specs(state))
+    start = time.perf_counter()
+    chunk = script.make_train_chunk(args).lower(jax.device_put(state, shardings), jnp.int32(1)).compile()
+    compile_seconds = time.perf_counter() - start
+    carry, updates = [jax.device_put(state, shardings)], 1
+
+    def run(updates):
+        start = time.perf_counter()
+        carry[0] = jax.block_until_ready(chunk(carry[0], jnp.int32(updates))[0])
+        return time.perf_counter() - start
+
+    while (seconds := run(updates)) < 0.5:  # warms up and finds how many updates make a second
+        updates *= 2
+    updates = max(1, round(updates / seconds))
+    return lambda: updates * args.batch_size * args.num_seeds / run(updates), compile_seconds
+
+
+def rejax_ppo():
+    import rejax
+
+    network = {"hidden_layer_sizes": (64, 64), "activation": "tanh"}
+    algorithm = rejax.get_algo("ppo").create(
+        env="CartPole-v1", num_envs=64, num_steps=128, num_epochs=4, num_minibatches=4, learning_rate=2.5e-4,
+        total_timesteps=10**9, eval_freq=10**9, agent_kwargs=network,
+    )  # fmt: skip
+    iterations = 20
+    loop = jax.jit(lambda s: jax.lax.fori_loop(0, iterations, lambda _, s: algorithm.train_iteration(s), s))
+    state = [algorithm.init_state(jax.random.key(0))]
+    start = time.perf_counter()
+    state[0] = jax.block_until_ready(loop(state[0]))
+    compile_seconds = time.perf_counter() - start
+
+    def run():
+        start = time.perf_counter()
+        state[0] = jax.block_until_ready(loop(state[0]))
+        return iterations * 64 * 128 / (time.perf_counter() - start)
+
+    return run, compile_seconds
+
+
+def sb3_like(library):
+    from stable_baselines3.common.env_util import make_vec_env
+
+    settings = dict(n_steps=128, batch_size=2048, n_epochs=4, learning_rate=2.5e-4)
+    if library == "sbx":
+        import flax.linen as nn
+        import sbx as module
+    else:
+        import stable_baselines3 as module
+        import torch.nn as nn
+
+        settings["device"] = "cpu"
+    activation = nn.tanh if library == "sbx" else nn.Tanh
+    policy = dict(net_arch=dict(pi=[64, 64], vf=[64, 64]), activation_fn=activation)
+    model = module.PPO("MlpPolicy", make_vec_env("CartPole-v1", 64), policy_kwargs=policy, **settings)
+    start = time.perf_counter()
+    model.learn(64 * 128)
+    compile_seconds = time.perf_counter() - start
+
+    def run():
+        start = time.perf_counter()
+        model.learn(2 * 64 * 128, reset_num_timesteps=False)
+        return 2 * 64 * 128 / (time.perf_counter() - start)
+
+    return run, compile_seconds
+
+
+def floor_sps(name, peak, epochs):
+    """SPS if only the products of the two networks took time, at the measured peak."""
+    inputs, width, outputs = HIDDEN[name]
+    multiply_adds = 2 * (inputs * width + width * width) + outputs * width
+    return peak / (2 * multiply_adds * (1 + 3 * epochs))
+
+
+def candidates(choice):
+    scripts = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
+    if choice.compare:
+        yield "ppo_cartpole_jax", lambda: ours("ppo_cartpole_jax", **REFERENCE["ppo_cartpole_jax"])
+        yield "rejax", rejax_ppo
+        yield "sbx", lambda: sb3_like("sbx")
+        yield "stable-baselines3", lambda: sb3_like("stable_baselines3")
+    elif choice.scaling:
+        field = choice.scaling.replace("-", "_")
+        largest = choice.largest or (65_536 if field == "num_envs" else 256)
+        name = choice.script
+        value = 1
+        while value <= largest:
+            changes = {"num_steps": 128, "num_minibatches": 4, "update_epochs": 4, field: value}
+            yield f"{name} {field}={value}", lambda changes=changes: ours(name, **changes)
+            value *= 4
+    else:
+        for name in scripts:
+            yield f"{name} defaults", lambda name=name: ours(name)
+            if name in REFERENCE:
+                yield f"{name} reference", lambda name=name: ours(name, **REFERENCE[name])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", action="store_true", help="measure the peers beside ppo_cartpole_jax")
+    parser.add_argument("--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four")
+    parser.add_argument("--script", default="ppo_cartpole_jax", help="the script whose scaling is measured")
+    parser.add_argument("--largest", type=int, help="where the scaling ends")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
+    choice = parser.parse_args()
+
+    def measure(entries):
+        ready = {name: make() for name, make in entries}
+        rounds = {name: [] for name in ready}
+        for _ in range(choice.rounds):
+            for name, (run, _) in ready.items():
+                rounds[name].append(run())
+        return {name: (rounds[name], ready[name][1]) for name in ready}
+
+    peak, entries = matrix_peak(), list(candidates(choice))
+    # A scaling series is measured one size after the other: all sizes at once would not fit into memory.
+    measured = {}
+    for group in [[entry] for entry in entries] if choice.scaling else [entries]:
+        measured |= measure(group)
+    rows = []
+    for name, (rounds, compile_seconds) in measured.items():
+        row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, "compile_seconds": compile_seconds}
+        row["ratio"] = statistics.median(a / b for a, b in zip(measured[entries[0][0]][0], rounds))
+        script = name.split()[0]
+        if script in HIDDEN:
+            row["floor_fraction"] = row["sps"] / floor_sps(script, peak, 4) if "defaults" not in name else None
+        rows.append(row)
+        print(f"{name:36s} {row['sps']:14,.0f} SPS   {entries[0][0]} is {row['ratio']:6.2f}x"
+              f"   compiled in {compile_seconds:5.1f} s")  # fmt: skip
+    result = {
+        "command": "python " + " ".join([f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": f"{jax.default_backend()} {jax.devices()[0].device_kind}, {platform.machine()}",
+        "cpu_count": len(__import__("os").sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "matrix_peak_gflops": peak / 1e9,
+        "rows": rows,
+    }
+    if choice.out:
+        choice.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
