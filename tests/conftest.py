@@ -1,0 +1,90 @@
+"""What the tests share: the scripts of this repository, quick flags for each, and real processes of them."""
+
+import importlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # virtual devices for test_parallel.py
+sys.path.insert(0, str(ROOT))
+
+import pytest
+
+# A run of 20 updates for each script. A new script needs its row here, nothing else.
+QUICK = {
+    "ppo_cartpole_jax": dict(
+        num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
+    )
+}
+MODULES = [importlib.import_module(path.stem) for path in sorted(ROOT.glob("ppo_*.py"))]
+
+
+@pytest.fixture(scope="session", params=MODULES, ids=lambda module: module.__name__)
+def script(request):
+    """Each script of the repository in turn, imported."""
+    return request.param
+
+
+def having(*names):
+    """Restricts a test's `script` to those that define all these names."""
+    modules = [module for module in MODULES if all(hasattr(module, name) for name in names)]
+    return pytest.mark.parametrize(
+        "script", modules, ids=lambda module: module.__name__, indirect=True, scope="session"
+    )
+
+
+def quick_args(script, **options):
+    """`Args` of the script's quick run with some options changed."""
+    return script.Args(**QUICK[script.__name__] | options)
+
+
+def command(script, **options):
+    """The command line that runs a script with these options."""
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+    return [sys.executable, f"{script.__name__}.py", *(word for pair in pairs for word in pair)]
+
+
+def start(script, folder, devices=1, **options):
+    """Copies the script alone into a folder and starts it there as a process that sees this many devices."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(script.__file__, folder)
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command(script, **options), cwd=folder, env=env, text=True, **pipes)
+
+
+def finish(script, folder, devices=1, **options):
+    """Runs the script to its successful end; returns its run folder."""
+    process = start(script, folder, devices, **options)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stdout + stderr
+    return run_of(folder)
+
+
+def run_of(folder):
+    """The only run in a folder in which a script ran."""
+    (run_dir,) = folder.glob("runs/*")
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def finished_run(script, tmp_path_factory):
+    """Folder of a finished quick run. Tests that change something work on a copy: see `run_copy`."""
+    return finish(script, tmp_path_factory.mktemp("quick"), **QUICK[script.__name__])
+
+
+@pytest.fixture
+def run_copy(finished_run, tmp_path):
+    """A copy of the finished run that the test may damage."""
+    return pathlib.Path(shutil.copytree(finished_run, tmp_path / "runs" / finished_run.name))
+
+
+@pytest.fixture(scope="session")
+def default_run(script, tmp_path_factory):
+    """Folder of a run with the default flags."""
+    return finish(script, tmp_path_factory.mktemp("default"))

@@ -1,0 +1,330 @@
+"""Robustness: wrong arguments, damaged files, NaN, and real processes that are killed, interrupted and resumed."""
+
+import json
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tyro
+from conftest import QUICK, finish, having, quick_args, run_of, start
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SUMMARY_KEYS = set(
+    """script env_id seed num_seeds num_envs num_steps total_timesteps sps compile_seconds train_seconds wall_seconds
+    eval_episodes eval_mode eval_return_mean eval_return_std eval_length_mean per_seed backend device_kind num_devices
+    jax_version status""".split()
+)
+TAGS = set(
+    """charts/episodic_return charts/episodic_length charts/learning_rate charts/SPS losses/policy_loss
+    losses/value_loss losses/entropy losses/approx_kl losses/old_approx_kl losses/clipfrac losses/explained_variance
+    losses/grad_norm eval/episodic_return""".split()
+)
+
+
+def failure(script, args, capsys):
+    """Runs `main` until it exits; returns the exit code and what it wrote to standard error: one line."""
+    with pytest.raises(SystemExit) as exit:
+        script.main(args)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return exit.value.code, lines[0]
+
+
+def contents(folder):
+    """{relative path: bytes} of all files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def newest_checkpoint(run_dir):
+    return max(run_dir.glob("checkpoints/*.npz"))
+
+
+def scalars(run_dir):
+    """{tag: [(step, value), ...]} as TensorBoard reads the event files of a run."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("num_envs", 0),
+        ("num_steps", -1),
+        ("num_minibatches", 7),
+        ("total_timesteps", 1),
+        ("learning_rate", -1e-3),
+        ("learning_rate", float("nan")),
+        ("gamma", 1.5),
+        ("gae_lambda", -0.1),
+        ("clip_coef", -0.2),
+        ("num_seeds", 0),
+        ("num_devices", 3),
+        ("seed", -1),
+        ("exp_name", "../../x"),
+        ("exp_name", ""),
+    ],
+)
+def test_bad_arguments_are_refused(script, flag, value, capsys):
+    """`Args` raises a ValueError that names the flag; on the command line that is exit code 2 without a traceback."""
+    name = f"--{flag.replace('_', '-')}"
+    with pytest.raises(ValueError, match=name):
+        quick_args(script, **{flag: value})
+    quick = {**QUICK[script.__name__], flag: value}
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in quick.items()]
+    with pytest.raises(SystemExit) as exit:
+        tyro.cli(script.Args, args=words)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and name in error and "Traceback" not in error
+
+
+def test_more_devices_than_there_are(script, tmp_path, capsys):
+    """Eight devices where JAX sees four: wrong usage, and no run folder is left behind."""
+    args = quick_args(script, num_devices=8, runs_dir=str(tmp_path / "runs"), videos_dir=str(tmp_path / "videos"))
+    code, error = failure(script, args, capsys)
+    assert code == 2 and "--num-devices" in error
+    assert not list(tmp_path.rglob("*__*"))
+
+
+def test_unwritable_runs_folder(script, tmp_path, capsys):
+    """The folder's parent is a file, which stops root too."""
+    (tmp_path / "file").touch()
+    args = quick_args(script, runs_dir=str(tmp_path / "file" / "runs"), videos_dir=str(tmp_path / "videos"))
+    assert failure(script, args, capsys)[0] == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Output
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_summary_and_events_are_complete(script, finished_run):
+    """A run of the script alone in an empty folder leaves all that DESIGN.md lists."""
+    summary = json.loads((finished_run / "summary.json").read_text())
+    assert SUMMARY_KEYS <= set(summary)
+    assert (summary["script"], summary["status"]) == (script.__name__, "finished")
+    assert summary["total_timesteps"] == QUICK[script.__name__]["total_timesteps"]
+    assert list((finished_run.parents[1] / "videos" / finished_run.name).iterdir())
+    assert re.fullmatch(rf".+__{script.__name__}__1__\d+", finished_run.name)
+    logged = scalars(finished_run)
+    assert TAGS <= set(logged)
+    assert all(np.isfinite(value) for events in logged.values() for _, value in events)
+    steps = [step for step, _ in logged["losses/policy_loss"]]
+    assert steps == sorted(set(steps)) and steps[-1] == summary["total_timesteps"]
+
+
+@having("load_run")
+def test_eval_repeats_the_evaluation(script, run_copy, tmp_path):
+    """`--eval` of the same run gives the summary's evaluation and changes nothing else in the run's folder."""
+    before = contents(run_copy)
+    episodes = QUICK[script.__name__]["eval_episodes"]
+    script.main(script.Args(eval=str(run_copy), eval_episodes=episodes, videos_dir=str(tmp_path / "videos")))
+    after = contents(run_copy)
+    evaluation, summary = json.loads(after.pop("eval.json")), json.loads(after["summary.json"])
+    assert after == before
+    assert {"eval_return_mean", "eval_episodes"} <= set(evaluation)
+    assert evaluation == {key: summary[key] for key in evaluation}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def text(path):
+    path.write_text("no checkpoint")
+
+
+def foreign_archive(path):
+    np.savez(path, weights=np.zeros(3))
+
+
+def bare_array(path):
+    with open(path, "wb") as file:
+        np.save(file, np.zeros(3))
+
+
+def pickle_payload(path):
+    """Replaces one array by an object whose unpickling would run code."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    name = max(arrays, key=lambda name: arrays[name].nbytes)
+    np.savez(path, **arrays | {name: np.array([Bomb()], dtype=object)})
+
+
+def raw_pickle(path):
+    path.write_bytes(pickle.dumps(Bomb()))
+
+
+class Bomb:
+    """Ends the process when it is unpickled."""
+
+    def __reduce__(self):
+        return sys.exit, (99,)
+
+
+@having("load_checkpoint")
+@pytest.mark.parametrize(
+    "damage",
+    [truncated, empty, text, foreign_archive, bare_array, pickle_payload, raw_pickle],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("use", ["resume", "eval"])
+def test_damaged_checkpoint(script, run_copy, damage, use, tmp_path, capsys):
+    """The newest checkpoint is damaged or foreign: exit code 1, one line that names the file."""
+    path = newest_checkpoint(run_copy)
+    damage(path)
+    args = script.Args(**{use: str(run_copy)}, videos_dir=str(tmp_path / "videos"))
+    code, error = failure(script, args, capsys)
+    assert code == 1 and path.name in error
+
+
+@having("load_run")
+def test_flipped_bits_never_go_unnoticed(script, run_copy):
+    """One bit flipped in each array and all over the file: an error, or (in bytes without meaning) the same state."""
+    path = newest_checkpoint(run_copy)
+    original = path.read_bytes()
+    with np.load(path) as file:
+        arrays = {name: file[name].tobytes() for name in file.files}
+    middles = {original.index(data) + len(data) // 2 for data in arrays.values()}
+    everywhere = set(np.random.default_rng(0).integers(len(original), size=200))
+    tail = set(range(len(original) - 200, len(original)))  # the archive's directory
+    for position in sorted(middles | everywhere | tail):
+        damaged = bytearray(original)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        try:
+            _, state = script.load_run(run_copy)
+        except script.RunError:
+            continue
+        assert position not in middles
+        loaded = {name: np.asarray(x).tobytes() for name, x in script.flatten_state(state).items()}
+        assert loaded == {name: arrays[name] for name in loaded}, position
+
+
+@having("load_run")
+def test_checkpoint_of_other_shapes(script, run_copy, tmp_path, capsys):
+    """args.json says twice as many environments as the checkpoint has."""
+    saved = json.loads((run_copy / "args.json").read_text())
+    (run_copy / "args.json").write_text(json.dumps(saved | {"num_envs": 2 * saved["num_envs"]}))
+    code, error = failure(script, script.Args(resume=str(run_copy), videos_dir=str(tmp_path)), capsys)
+    assert code == 1 and "does not fit" in error
+
+
+@pytest.mark.parametrize("use", ["resume", "eval"])
+def test_folder_that_is_no_run(script, use, tmp_path, capsys):
+    """Exit code 1 and nothing written, for a missing folder, an empty one and one with a broken args.json."""
+    for name, saved in [("missing", None), ("empty", None), ("broken", '{"seed": '), ("list", "[]"), ("bytes", "\0")]:
+        folder = tmp_path / name
+        if name != "missing":
+            folder.mkdir()
+        if saved:
+            (folder / "args.json").write_text(saved)
+        before = contents(tmp_path)
+        args = script.Args(**{use: str(folder)}, videos_dir=str(tmp_path / "videos"))
+        code, error = failure(script, args, capsys)
+        assert code == 1 and str(folder) in error
+        assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("flag, value", [("learning_rate", 0.5), ("num_envs", 16), ("seed", 7), ("gamma", 0.5)])
+def test_resume_with_another_flag(script, run_copy, flag, value, tmp_path, capsys):
+    """A flag that is part of the run must not change: wrong usage."""
+    args = script.Args(resume=str(run_copy), videos_dir=str(tmp_path / "videos"), **{flag: value})
+    code, error = failure(script, args, capsys)
+    assert code == 2 and f"--{flag.replace('_', '-')}" in error
+
+
+def test_losses_that_are_not_finite(script, run_copy, tmp_path, capsys):
+    """Resumed with an absurd learning rate: exit code 1, one line; the good checkpoints stay."""
+    saved = json.loads((run_copy / "args.json").read_text())
+    changes = {"learning_rate": 1e30, "total_timesteps": 4 * saved["total_timesteps"]}
+    (run_copy / "args.json").write_text(json.dumps(saved | changes))
+    before = contents(run_copy / "checkpoints")
+    code, error = failure(script, script.Args(resume=str(run_copy), videos_dir=str(tmp_path)), capsys)
+    assert code == 1 and "not finite" in error
+    assert contents(run_copy / "checkpoints") == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def long_options(script):
+    """The quick run, twenty times as long: long enough to be stopped after its first checkpoint."""
+    quick = QUICK[script.__name__]
+    return quick | {"total_timesteps": 20 * quick["total_timesteps"]}
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_run(script, long_options, tmp_path_factory):
+    return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupted_run, number, code, tmp_path):
+    """Every array of the last checkpoint and every logged value but the SPS equal those of the uninterrupted run."""
+    process = start(script, tmp_path, **long_options)
+    while not list(tmp_path.glob("runs/*/checkpoints/*.npz")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    stdout, stderr = process.communicate()
+    assert process.returncode == code, stdout + stderr
+    run_dir = run_of(tmp_path)
+    assert newest_checkpoint(run_dir).name < newest_checkpoint(uninterrupted_run).name
+    resume = f"--resume runs/{run_dir.name}"
+    if number != signal.SIGKILL:
+        assert resume in stdout and not stderr
+        assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+
+    result = subprocess.run([sys.executable, f"{script.__name__}.py", *resume.split()], cwd=tmp_path)
+    assert result.returncode == 0 and run_of(tmp_path) == run_dir
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
+    with np.load(newest_checkpoint(run_dir)) as ours, np.load(newest_checkpoint(uninterrupted_run)) as expected:
+        assert ours.files == expected.files
+        for name in expected.files:
+            assert ours[name].dtype == expected[name].dtype and ours[name].tobytes() == expected[name].tobytes(), name
+    logged, expected = scalars(run_dir), scalars(uninterrupted_run)
+    steps = {tag: [step for step, _ in events] for tag, events in logged.items()}
+    assert steps == {tag: [step for step, _ in events] for tag, events in expected.items()}
+    del logged["charts/SPS"], expected["charts/SPS"]
+    assert logged == expected
+
+
+@having("make_train_step", "load_run")
+def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
+    """SIGTERM during the evaluation for a video, before a checkpoint is due: there is one to resume from."""
+    evaluate = script.evaluate
+
+    def stopping(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(*args)
+
+    monkeypatch.setattr(script, "evaluate", stopping)
+    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
+    with pytest.raises(SystemExit) as exit:
+        script.main(quick_args(script, capture_video=True, video_interval=3, checkpoint_interval=100, **folders))
+    run_dir = run_of(tmp_path)
+    assert exit.value.code == 143 and f"--resume {run_dir}" in capsys.readouterr().out
+    _, state = script.load_run(run_dir)
+    assert (state.update == 3).all()

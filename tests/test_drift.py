@@ -1,0 +1,114 @@
+"""The scripts agree with each other and with the anatomy that DESIGN.md gives them; they are parsed, not run."""
+
+import ast
+import io
+import itertools
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+
+import pytest
+from conftest import MODULES, ROOT
+
+# Functions and classes that have one name and two texts, with the reason.
+DIFFERENT = {"Args": "each script has its own environment and defaults"}
+BANNERS = [
+    "Arguments",
+    "Environment",
+    "Networks",
+    "Optimizer",
+    "PPO",
+    "Training step",
+    "Evaluation, video, checkpoints, logging",
+    "Main",
+]
+THIRD_PARTY = {"jax", "flax", "optax", "numpy", "tyro", "tensorboard", "imageio", "PIL", "envpool"}
+MAX_LINES = {"ppo_minigrid_rnn": 1000}  # 600 for the others
+PAIRS = list(itertools.combinations([module.__name__ for module in MODULES], 2))
+
+
+def source(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
+def definitions(name):
+    """{name: source} of the functions and classes at the top level of a script."""
+    text = source(name)
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {
+        node.name: "\n".join(ast.get_source_segment(text, part) for part in [*node.decorator_list, node])
+        for node in nodes
+    }
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_same_name_same_text(first, second):
+    """Functions and classes of one name in two scripts are textually identical, unless listed with a reason."""
+    ours, theirs = definitions(first), definitions(second)
+    drifted = [name for name in ours.keys() & theirs.keys() - DIFFERENT.keys() if ours[name] != theirs[name]]
+    assert not drifted, f"{drifted} differ between {first} and {second}: make them equal or list them with a reason"
+
+
+def test_list_of_differences_is_current():
+    """Every listed name does differ somewhere (once there are two scripts)."""
+    texts = [definitions(module.__name__) for module in MODULES]
+    for name in DIFFERENT:
+        assert len(MODULES) == 1 or len({text[name] for text in texts if name in text}) > 1, name
+
+
+def test_banner_sections(script):
+    """The same sections in the same order, between rules of 120 columns."""
+    rule = "# " + "=" * 118
+    assert re.findall(rf"^{rule}\n# (.+)\n{rule}$", source(script.__name__), re.MULTILINE) == BANNERS
+
+
+def test_imports(script):
+    """Only the standard library and the packages that DESIGN.md allows; PEP 723 metadata names those it needs."""
+    tree = ast.parse(source(script.__name__))
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    everywhere = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert packages(top) <= THIRD_PARTY
+    assert packages(everywhere) <= THIRD_PARTY | {"wandb"}
+    block = re.search(r"^# /// script\n(.*?)^# ///$", source(script.__name__), re.MULTILINE | re.DOTALL)[1]
+    metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    declared = {re.match(r"[\w-]+", requirement)[0] for requirement in metadata["dependencies"]}
+    needed = {{"PIL": "pillow"}.get(package, package) for package in packages(everywhere) - {"wandb"}}
+    assert declared == needed
+
+
+def packages(nodes):
+    """The packages that import statements name, without the standard library."""
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def test_size(script):
+    """Lines of code without blank lines, comments and docstrings."""
+    text = source(script.__name__)
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    assert len(lines) <= MAX_LINES.get(script.__name__, 600)
+
+
+def test_import_has_no_side_effects(script, tmp_path):
+    """Importing prints nothing, writes nothing and touches neither JAX's devices nor its settings."""
+    check = f"""
+import jax
+before = dict(jax.config.values)
+import {script.__name__}
+assert jax.config.values == before
+assert not jax._src.xla_bridge.backends_are_initialized()
+"""
+    path = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())

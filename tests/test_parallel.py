@@ -1,0 +1,130 @@
+"""Many seeds and many devices against one agent on one device."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from conftest import finish, having, quick_args
+
+
+def train(script, args, train_step, keys, updates):
+    """Trains the agents with these keys; returns ({path: array} after the first update, metrics of the last one)."""
+    state, metrics = train_step(script.init_train_state(args, keys))
+    first = jax.tree.map(np.asarray, script.flatten_state(state))
+    for _ in range(updates - 1):
+        state, metrics = train_step(state)
+    return first, jax.tree.map(np.asarray, metrics)
+
+
+def train_together_and_alone(script, updates, **options):
+    """`train` of several agents in one program, and of the same agents each in a run of its own."""
+    args = quick_args(script, **options)
+    keys = script.seed_keys(args)
+    together = train(script, args, script.make_train_step(args), keys, updates)
+    args = quick_args(script, **options | {"num_seeds": 1})
+    train_step = script.make_train_step(args)
+    alone = [train(script, args, train_step, keys[k : k + 1], updates) for k in range(len(keys))]
+    return together, jax.tree.map(lambda *x: np.concatenate(x), *alone)
+
+
+def assert_close(ours, expected, tolerance):
+    """Two trees with equal structure have nearly the same leaves; NaN equals NaN."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), ours, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Seeds
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def eight_seeds(script):
+    """Eight agents together and alone: ((first update, last metrics), (first update, last metrics))."""
+    return train_together_and_alone(script, 30, num_seeds=8, num_envs=16, num_steps=64, total_timesteps=30 * 16 * 64)
+
+
+@having("make_train_step", "flatten_state")
+def test_first_update_equals_single_runs(script, eight_seeds):
+    """All that an agent of eight has learned, seen and drawn after one update, to 1e-5."""
+    (together, _), (alone, _) = eight_seeds
+    assert_close(together, alone, 1e-5)
+
+
+@having("make_train_step", "flatten_state")
+def test_later_returns_have_the_distribution_of_single_runs(script, eight_seeds):
+    """Kolmogorov-Smirnov and Mann-Whitney tests over the eight seeds after 30 updates."""
+    (_, together), (_, alone) = eight_seeds
+    together, alone = (metrics["charts/episodic_return"] for metrics in (together, alone))
+    assert len(set(together)) == 8  # eight agents, not one eight times
+    assert scipy.stats.ks_2samp(together, alone).pvalue > 0.05
+    assert scipy.stats.mannwhitneyu(together, alone).pvalue > 0.05
+
+
+@having("save_checkpoint", "load_run")
+def test_seed_with_nan_is_named_and_others_go_on(script, tmp_path, capsys):
+    """A run of three seeds resumes from a checkpoint in which the second one's parameters are NaN."""
+    args = quick_args(script, num_seeds=3, videos_dir=str(tmp_path))
+    state = script.init_train_state(args, script.seed_keys(args))
+    params = jax.tree.map(lambda p: p.at[1].set(jnp.nan), state.params)
+    script.save_checkpoint(tmp_path, state._replace(params=params))
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+    script.main(script.Args(resume=str(tmp_path)))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert "seed 2 " in line
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["failed_seeds"]) == ("finished", [2])
+    _, state = script.load_run(tmp_path)
+    alive = [all(np.isfinite(leaf[k]).all() for leaf in jax.tree.leaves(state.params)) for k in range(3)]
+    assert alive == [True, False, True] and (state.update == args.num_updates).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Devices
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@having("update_epochs", "Batch", "adam_init")
+def test_reduction_over_devices_equals_one_device(script):
+    """One epoch of one minibatch: four shards with their gradients and advantages reduced, against all of it at once.
+
+    The shards' advantages have different means and spreads, so that normalising each by itself would show.
+    """
+    args = quick_args(script, num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
+    rng = np.random.default_rng(0)
+    env, samples = script.make_env(args), 128
+    params = script.init_params(jax.random.key(0), env)
+    obs = jnp.asarray(rng.normal(size=(env.obs_size, samples)), jnp.float32)
+    action = jnp.asarray(rng.integers(2, size=samples), jnp.int32)
+    logprob, advantage, ret, old_value = jnp.asarray(rng.normal(size=(4, samples)), jnp.float32)
+    scale = jnp.repeat(jnp.arange(1.0, 5.0), samples // 4)
+    batch = script.Batch(obs, action, 0.1 * logprob - 0.7, scale * (advantage + scale), ret, old_value)
+
+    def run(shards):
+        split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], shards, -1), -2, 0), batch)
+        update = lambda batch: script.update_epochs(  # noqa: E731
+            args, params, script.adam_init(params), batch, args.learning_rate, jax.random.key(0)
+        )
+        return jax.jit(jax.vmap(update, axis_name=script.AXIS))(split)
+
+    (_, one, _), (_, four, metrics) = run(1), run(4)
+    for k in range(4):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x[k], y[0], rtol=1e-4, atol=1e-6), four.m, one.m)  # noqa: B023
+    assert np.unique(metrics["losses/grad_norm"]).size == 1
+
+
+@having("make_train_step", "flatten_state")
+def test_seeds_and_devices_compose(script):
+    """Two agents on two devices: after one update each equals a run of its own on two devices."""
+    (together, _), (alone, _) = train_together_and_alone(script, 1, num_seeds=2, num_devices=2)
+    assert_close(together, alone, 1e-5)
+
+
+@having("CartPole")
+def test_four_devices_train_and_solve(script, tmp_path):
+    """The default flags on four virtual devices, in a process of its own."""
+    summary = json.loads((finish(script, tmp_path, devices=4, num_devices=4) / "summary.json").read_text())
+    assert (summary["num_devices"], summary["eval_return_mean"]) == (4, 500.0)

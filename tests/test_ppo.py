@@ -1,0 +1,284 @@
+"""The algorithm against optax, NumPy written from the definitions, finite differences and statistics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from conftest import having, quick_args
+
+
+def close(ours, expected, rtol, atol=0.0):
+    """Asserts that two trees have the same structure and nearly the same leaves."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), ours, expected)
+
+
+def initial(script, args):
+    """(params, env_state, episodes) of one untrained agent."""
+    state = jax.tree.map(lambda x: x[0], script.init_train_state(args, script.seed_keys(args)))
+    return state.params, state.env_state, state.episodes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Network and optimizer
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@having("init_mlp")
+def test_initial_weights_are_orthogonal(script):
+    """W W^T (or W^T W) = gain^2 I with gains sqrt(2), sqrt(2), 0.01 for the actor's head and 1 for the critic's."""
+    params = script.init_params(jax.random.key(0), script.make_env(quick_args(script)))
+    for name, head_gain in [("actor", 0.01), ("critic", 1.0)]:
+        for i, gain in enumerate([2**0.5, 2**0.5, head_gain], start=1):
+            w, b = params[name][f"w{i}"], params[name][f"b{i}"]
+            gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
+            np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5 * gain**2)
+            assert not b.any()
+
+
+@having("adam_update")
+def test_adam_equals_optax(script):
+    """100 steps with an annealed learning rate; gradients small, large (clipped) and zero."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": {"w": (5, 3), "b": (5, 1)}, "c": {"w": (2, 7)}}
+    draw = lambda: jax.tree.map(lambda s: rng.normal(size=s).astype("f"), shapes, is_leaf=lambda s: type(s) is tuple)  # noqa: E731
+    rate = lambda count: 1e-3 * (1 - count / 100)  # noqa: E731
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
+    params = expected = draw()
+    state, optax_state = script.adam_init(params), optimizer.init(params)
+    ours = jax.jit(lambda g, s, p, rate: script.adam_update(g, s, p, rate, eps=1e-5, max_grad_norm=0.5))
+    theirs = jax.jit(optimizer.update)
+    clipped = 0
+    for step, scale in enumerate(20 * [0.0, 1e-4, 1e-2, 1.0, 100.0]):
+        grads = jax.tree.map(lambda x: scale * x, draw())  # noqa: B023
+        params, state, norm = ours(grads, state, params, rate(step))
+        updates, optax_state = theirs(grads, optax_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        close(params, expected, rtol=1e-6, atol=1e-6)
+        close(norm, optax.tree.norm(grads), rtol=1e-6)
+        clipped += norm > 0.5
+    assert clipped == 40
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Advantages
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def definition_of_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """sum_l (gamma lambda)^l delta_{t+l} up to and including the episode's last step."""
+    advantages = np.zeros_like(values)
+    for t, n in np.ndindex(values.shape):
+        for later in range(t, len(values)):
+            bootstrap = 0.0 if terminated[later, n] else gamma * next_values[later, n]
+            delta = rewards[later, n] + bootstrap - values[later, n]
+            advantages[t, n] += (gamma * gae_lambda) ** (later - t) * delta
+            if terminated[later, n] or truncated[later, n]:
+                break
+    return advantages
+
+
+@having("compute_gae")
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+def test_gae_equals_definition(script, gae_lambda):
+    """NumPy in float64, with terminations, truncations and both at once in the middle."""
+    rng = np.random.default_rng(0)
+    rewards, values, next_values = rng.normal(size=(3, 50, 8))
+    terminated, truncated = rng.random((2, 50, 8)) < 0.1
+    truncated[20, :4] = terminated[20, :4] = True
+    assert (terminated & ~truncated).any() and (truncated & ~terminated).any()
+    expected = definition_of_gae(rewards, values, next_values, terminated, truncated, 0.99, gae_lambda)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (rewards, values, next_values)]
+    ours = script.compute_gae(*arrays, jnp.asarray(terminated), jnp.asarray(truncated), 0.99, gae_lambda)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@having("compute_gae")
+def test_gae_worked_example(script):
+    """Three steps, then a termination; with lambda 0 the advantages are the deltas."""
+    values = jnp.array([[1.0], [1.5], [0.8]])
+    next_values = jnp.array([[1.5], [0.8], [123.0]])  # the last one must not be used
+    terminated = jnp.array([[False], [False], [True]])
+    arrays = (jnp.ones((3, 1)), values, next_values, terminated, jnp.zeros_like(terminated))
+    deltas = script.compute_gae(*arrays, gamma=0.99, gae_lambda=0.0)
+    np.testing.assert_allclose(deltas[:, 0], [1.485, 0.292, 0.2], rtol=1e-6)
+
+
+@having("trajectory_values")
+@pytest.mark.parametrize("max_episode_steps", [3, 12, 500])
+def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps):
+    """`trajectory_values` against the critic evaluated on every observation and on every true next observation."""
+    args = quick_args(script, num_steps=64, total_timesteps=10**6)
+    env = dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
+    params, env_state, episodes = initial(script, args)
+    _, _, steps = script.rollout(args, env, params, env_state, episodes, jax.random.key(0))
+    assert steps.truncated.any() == (max_episode_steps < args.num_steps)
+    critic = jax.vmap(script.value, (None, 0))
+    values, next_values = script.trajectory_values(env, params, steps)
+    close(values, critic(params, steps.obs), rtol=1e-5, atol=1e-6)
+    expected = critic(params, steps.next_obs)
+    used = ~np.asarray(steps.terminated)  # after a termination no value is used
+    close(np.asarray(next_values)[used], np.asarray(expected)[used], rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Episode statistics
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@having("rollout", "Episodes")
+@pytest.mark.parametrize("max_episode_steps", [12, 500])
+def test_episode_statistics_equal_replay(script, max_episode_steps):
+    """Two rollouts in a row; NumPy adds up the rewards of each environment and cuts at the flags."""
+    args = quick_args(script, num_steps=50, total_timesteps=10**6)
+    env = dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
+    params, env_state, episodes = initial(script, args)
+    ret, length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+    last_ret, last_length = np.full((2, args.num_envs), np.nan)
+    for key in jax.random.split(jax.random.key(0), 2):
+        env_state, episodes, steps = script.rollout(args, env, params, env_state, episodes, key)
+        for reward, terminated, truncated in zip(
+            *map(np.asarray, (steps.reward, steps.terminated, steps.truncated)), strict=True
+        ):
+            ret, length = ret + reward, length + 1
+            np.testing.assert_array_equal(truncated, length == max_episode_steps)
+            done = terminated | truncated
+            last_ret, last_length = np.where(done, ret, last_ret), np.where(done, length, last_length)
+            ret, length = np.where(done, 0, ret), np.where(done, 0, length)
+        close(tuple(episodes), (ret, length, last_ret, last_length), rtol=1e-6)
+
+
+@having("make_train_step", "Episodes")
+def test_reported_return_is_that_of_finished_episodes(script):
+    """Updates of four steps: nothing is reported before an episode ends, then the mean of the last finished ones."""
+    args = quick_args(script, num_steps=4)
+    train_step = script.make_train_step(args)
+    state = script.init_train_state(args, script.seed_keys(args))
+    reported = []
+    for _ in range(20):
+        state, metrics = train_step(state)
+        last = np.asarray(state.episodes.last_ret[0])
+        expected = last[np.isfinite(last)].mean() if np.isfinite(last).any() else np.nan
+        np.testing.assert_allclose(metrics["charts/episodic_return"][0], expected, rtol=1e-6)
+        reported.append(expected)
+    assert np.isnan(reported[0]) and np.isfinite(reported[-1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def loss_inputs(script, args, samples=64):
+    """(params, batch) in float64: behaviour policy and old values differ from `params` enough for clipping."""
+    params, *_ = initial(script, args)
+    rng = np.random.default_rng(0)
+    perturb = lambda scale: jax.tree.map(lambda p: jnp.asarray(p + scale * rng.normal(size=p.shape)), params)  # noqa: E731
+    params, old_params = perturb(0.1), perturb(0.1)
+    obs = jnp.asarray(rng.normal(size=(script.make_env(args).obs_size, samples)))
+    action = jnp.asarray(rng.integers(2, size=samples))
+    _, logprob = script.select_logprob(script.policy(old_params, obs), action)
+    old_value = script.value(params, obs) + 0.3 * rng.normal(size=samples)
+    advantage, ret = jnp.asarray(rng.normal(size=(2, samples)))
+    return params, script.Batch(obs, action, logprob, 3 + 2 * advantage, ret, old_value)
+
+
+def evaluate_loss(script, params, batch, args):
+    """`ppo_loss` on a mesh of one device."""
+    loss = jax.vmap(lambda batch: script.ppo_loss(params, batch, args), axis_name=script.AXIS)
+    return jax.tree.map(lambda x: x[0], loss(jax.tree.map(lambda x: x[None], batch)))
+
+
+def numpy_ppo_loss(logits, value, batch, args):
+    """The loss and metrics of PPO for a discrete policy, from the definition; logits [A, M]."""
+    probabilities = np.exp(logits) / np.exp(logits).sum(0)
+    logprob = np.log(probabilities[batch.action, np.arange(batch.action.size)])
+    ratio = np.exp(logprob - batch.logprob)
+    advantage = batch.advantage
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    low, high = 1 - args.clip_coef, 1 + args.clip_coef
+    policy_loss = np.mean([-min(r * a, np.clip(r, low, high) * a) for r, a in zip(ratio, advantage, strict=True)])
+    errors = (value - batch.ret) ** 2
+    if args.clip_vloss:
+        clipped = np.clip(value, batch.value - args.clip_coef, batch.value + args.clip_coef)
+        errors = np.maximum(errors, (clipped - batch.ret) ** 2)
+    value_loss = 0.5 * errors.mean()
+    entropy = -(probabilities * np.log(probabilities)).sum(0).mean()
+    return policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy, {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": np.mean(ratio - 1 - np.log(ratio)),
+        "losses/old_approx_kl": -np.mean(np.log(ratio)),
+        "losses/clipfrac": np.mean((ratio < low) | (ratio > high)),
+    }
+
+
+LOSSES = pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (True, False), (False, True), (False, False)])
+
+
+@having("ppo_loss", "select_logprob")
+@LOSSES
+def test_loss_equals_definition(script, norm_adv, clip_vloss):
+    """Loss and metrics against NumPy in float64."""
+    args = quick_args(script, norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1)
+    with jax.enable_x64(True):
+        params, batch = loss_inputs(script, args)
+        ours = evaluate_loss(script, params, batch, args)
+        outputs = [np.asarray(f(params, batch.obs)) for f in (script.policy, script.value)]
+    expected = numpy_ppo_loss(*outputs, jax.tree.map(np.asarray, batch), args)
+    assert 0.1 < expected[1]["losses/clipfrac"] < 0.9
+    close(ours, expected, rtol=1e-10)
+
+
+@having("ppo_loss", "select_logprob")
+@LOSSES
+def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
+    """Central differences in float64, along a random direction of each array of parameters."""
+    args = quick_args(script, norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1)
+    with jax.enable_x64(True):
+        params, batch = loss_inputs(script, args)
+        loss = jax.jit(lambda params: evaluate_loss(script, params, batch, args)[0])
+        grads, structure = jax.tree.flatten(jax.grad(loss)(params))
+        leaves = jax.tree.leaves(params)
+        rng = np.random.default_rng(1)
+        for i, grad in enumerate(grads):
+            direction = rng.normal(size=grad.shape)
+            along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * direction] + leaves[i + 1 :]))  # noqa: B023, E731
+            difference = (along(1e-6) - along(-1e-6)) / 2e-6
+            np.testing.assert_allclose((grad * direction).sum(), difference, rtol=1e-6, atol=1e-8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shuffling
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@having("random_permutation")
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 31, 64, 100, 1000, 4096, 5000, 8192, 10_007])
+def test_permutation_is_one(script, n):
+    """Every index once, the same for the same key, another order for other keys."""
+    permutation = jax.jit(script.random_permutation, static_argnums=1)
+    orders = [np.asarray(permutation(jax.random.key(seed), n)) for seed in range(10)]
+    for order in orders:
+        np.testing.assert_array_equal(np.sort(order), np.arange(n))
+    np.testing.assert_array_equal(permutation(jax.random.key(0), n), orders[0])
+    different = {order.tobytes() for order in orders}
+    assert len(different) == 10 if n > 30 else len(different) > 1 or n == 1
+
+
+@having("random_permutation")
+@pytest.mark.parametrize("n", [5, 8, 16, 100, 128])
+def test_permutation_is_uniform(script, n):
+    """Chi-square tests over 50,000 keys: where each of three elements goes, and where pairs of neighbours go."""
+    keys = jax.random.split(jax.random.key(0), 50_000)
+    orders = np.asarray(jax.jit(jax.vmap(lambda key: script.random_permutation(key, n)))(keys))
+    for i in (0, n // 2, n - 1):
+        assert scipy.stats.chisquare(np.bincount(orders[:, i], minlength=n)).pvalue > 1e-4
+    for i, j in [(0, 1), (n - 2, n - 1)]:
+        distance = (orders[:, j] - orders[:, i]) % n
+        assert scipy.stats.chisquare(np.bincount(distance, minlength=n)[1:]).pvalue > 1e-4
