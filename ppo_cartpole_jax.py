@@ -618,7 +618,7 @@ def state_specs(state):
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    state = jax.eval_shape(lambda: init_train_state(args, seed_keys(args)))
+    state = init_train_state.eval_shape(args, seed_keys(args))
     specs = state_specs(state)
     step = over_seeds(args, functools.partial(update, args))
     out_specs = specs, PartitionSpec()
@@ -780,7 +780,7 @@ def load_args(run_dir):
 def load_run(run_dir):
     """The (args, state) of a saved run; `state.params` has a leading seed axis."""
     args = load_args(run_dir)
-    return args, load_checkpoint(run_dir, jax.eval_shape(lambda: init_train_state(args, seed_keys(args))))
+    return args, load_checkpoint(run_dir, init_train_state.eval_shape(args, seed_keys(args)))
 
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()

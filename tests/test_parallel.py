@@ -105,7 +105,7 @@ def test_reduction_over_devices_equals_one_device(script):
 
     def run(shards):
         split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], shards, -1), -2, 0), batch)
-        update = lambda batch: script.update_epochs(  # noqa: E731
+        update = lambda batch: script.update_epochs(
             args, params, script.adam_init(params), batch, args.learning_rate, jax.random.key(0)
         )
         return jax.jit(jax.vmap(update, axis_name=script.AXIS))(split)

@@ -44,8 +44,8 @@ def test_adam_equals_optax(script):
     """100 steps with an annealed learning rate; gradients small, large (clipped) and zero."""
     rng = np.random.default_rng(0)
     shapes = {"a": {"w": (5, 3), "b": (5, 1)}, "c": {"w": (2, 7)}}
-    draw = lambda: jax.tree.map(lambda s: rng.normal(size=s).astype("f"), shapes, is_leaf=lambda s: type(s) is tuple)  # noqa: E731
-    rate = lambda count: 1e-3 * (1 - count / 100)  # noqa: E731
+    draw = lambda: jax.tree.map(lambda s: rng.normal(size=s).astype("f"), shapes, is_leaf=lambda s: type(s) is tuple)
+    rate = lambda count: 1e-3 * (1 - count / 100)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
     params = expected = draw()
     state, optax_state = script.adam_init(params), optimizer.init(params)
@@ -176,7 +176,7 @@ def loss_inputs(script, args, samples=64):
     """(params, batch) in float64: behaviour policy and old values differ from `params` enough for clipping."""
     params, *_ = initial(script, args)
     rng = np.random.default_rng(0)
-    perturb = lambda scale: jax.tree.map(lambda p: jnp.asarray(p + scale * rng.normal(size=p.shape)), params)  # noqa: E731
+    perturb = lambda scale: jax.tree.map(lambda p: jnp.asarray(p + scale * rng.normal(size=p.shape)), params)
     params, old_params = perturb(0.1), perturb(0.1)
     obs = jnp.asarray(rng.normal(size=(script.make_env(args).obs_size, samples)))
     action = jnp.asarray(rng.integers(2, size=samples))
@@ -248,7 +248,7 @@ def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
         rng = np.random.default_rng(1)
         for i, grad in enumerate(grads):
             direction = rng.normal(size=grad.shape)
-            along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * direction] + leaves[i + 1 :]))  # noqa: B023, E731
+            along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * direction] + leaves[i + 1 :]))  # noqa: B023
             difference = (along(1e-6) - along(-1e-6)) / 2e-6
             np.testing.assert_allclose((grad * direction).sum(), difference, rtol=1e-6, atol=1e-8)
 
