@@ -723,11 +723,15 @@ def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def flatten_state(state):
-    """{path: array} of a `TrainState`; PRNG keys as their data."""
+def as_data(x):
+    """An array as checkpoints hold it: PRNG keys as their data."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def leaf_names(state):
+    """Tree paths such as params/actor/w1, in the order of the leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves, strict=True)}
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -735,8 +739,9 @@ def save_checkpoint(run_dir, state, num_kept=3):
     folder = pathlib.Path(run_dir, "checkpoints")
     folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
+    arrays = dict(zip(leaf_names(state), map(as_data, jax.tree.leaves(state))))
     with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez(file, script=SCRIPT, **{name: np.asarray(x) for name, x in flatten_state(state).items()})
+        np.savez(file, script=SCRIPT, **arrays)
         file.flush()
         os.fsync(file.fileno())
     path.with_suffix(".tmp").replace(path)
@@ -750,20 +755,19 @@ def load_checkpoint(run_dir, template):
     path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
     if path is None:
         raise RunError(f"{run_dir} holds no checkpoint")
-    expected = jax.eval_shape(flatten_state, template)
+    names, (leaves, structure) = leaf_names(template), jax.tree.flatten(template)
     try:
         with np.load(path, allow_pickle=False) as file:
-            if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
+            if sorted(file.files) != sorted([*names, "script"]) or file["script"] != SCRIPT:
                 raise RunError(f"{path} is not a checkpoint of {SCRIPT} with these arguments")
-            arrays = {name: file[name] for name in expected}  # reading checks the CRC
+            arrays = [file[name] for name in names]  # reading checks the CRC
     except (OSError, EOFError, ValueError, KeyError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
-    for name, like in expected.items():
-        if (arrays[name].shape, arrays[name].dtype) != (like.shape, like.dtype):
-            raise RunError(f"{path} does not fit the arguments: {name} is {arrays[name].shape}, not {like.shape}")
-    leaves, structure = jax.tree.flatten(template)
+    for name, array, like in zip(names, arrays, jax.eval_shape(lambda *x: [*map(as_data, x)], *leaves)):
+        if (array.shape, array.dtype) != (like.shape, like.dtype):
+            raise RunError(f"{path} does not fit the arguments: {name} is {array.shape}, not {like.shape}")
     restore = lambda x, like: jax.random.wrap_key_data(x) if is_key(like) else jnp.asarray(x)
-    return jax.tree.unflatten(structure, map(restore, arrays.values(), leaves))
+    return jax.tree.unflatten(structure, map(restore, arrays, leaves))
 
 
 def load_args(run_dir):
