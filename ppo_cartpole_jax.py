@@ -723,15 +723,11 @@ def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def as_data(x):
-    """An array as checkpoints hold it: PRNG keys as their data."""
-    return jax.random.key_data(x) if is_key(x) else x
-
-
-def leaf_names(state):
-    """Tree paths such as params/actor/w1, in the order of the leaves."""
+def flatten_state(state):
+    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves)}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -739,9 +735,8 @@ def save_checkpoint(run_dir, state, num_kept=3):
     folder = pathlib.Path(run_dir, "checkpoints")
     folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
-    arrays = dict(zip(leaf_names(state), map(as_data, jax.tree.leaves(state))))
     with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez(file, script=SCRIPT, **arrays)
+        np.savez(file, script=SCRIPT, **flatten_state(state))
         file.flush()
         os.fsync(file.fileno())
     path.with_suffix(".tmp").replace(path)
@@ -751,23 +746,24 @@ def save_checkpoint(run_dir, state, num_kept=3):
 
 
 def load_checkpoint(run_dir, template):
-    """The newest checkpoint of a run as a `TrainState` like `template` (of arrays or shapes); raises RunError."""
+    """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
     path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
     if path is None:
         raise RunError(f"{run_dir} holds no checkpoint")
-    names, (leaves, structure) = leaf_names(template), jax.tree.flatten(template)
+    expected = flatten_state(template)
     try:
         with np.load(path, allow_pickle=False) as file:
-            if sorted(file.files) != sorted([*names, "script"]) or file["script"] != SCRIPT:
+            if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
                 raise RunError(f"{path} is not a checkpoint of {SCRIPT} with these arguments")
-            arrays = [file[name] for name in names]  # reading checks the CRC
+            arrays = {name: file[name] for name in expected}  # reading checks the CRC
     except (OSError, EOFError, ValueError, KeyError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
-    for name, array, like in zip(names, arrays, jax.eval_shape(lambda *x: [*map(as_data, x)], *leaves)):
-        if (array.shape, array.dtype) != (like.shape, like.dtype):
-            raise RunError(f"{path} does not fit the arguments: {name} is {array.shape}, not {like.shape}")
+    for name, like in expected.items():
+        if (arrays[name].shape, arrays[name].dtype) != (like.shape, like.dtype):
+            raise RunError(f"{path} does not fit the arguments: {name} is {arrays[name].shape}, not {like.shape}")
+    leaves, structure = jax.tree.flatten(template)
     restore = lambda x, like: jax.random.wrap_key_data(x) if is_key(like) else jnp.asarray(x)
-    return jax.tree.unflatten(structure, map(restore, arrays, leaves))
+    return jax.tree.unflatten(structure, map(restore, arrays.values(), leaves))
 
 
 def load_args(run_dir):
@@ -784,7 +780,7 @@ def load_args(run_dir):
 def load_run(run_dir):
     """The (args, state) of a saved run; `state.params` has a leading seed axis."""
     args = load_args(run_dir)
-    return args, load_checkpoint(run_dir, init_train_state.eval_shape(args, seed_keys(args)))
+    return args, load_checkpoint(run_dir, init_train_state(args, seed_keys(args)))
 
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()

@@ -1,4 +1,4 @@
-"""Runs a script's command line once per seed, each in a process of its own; writes the evaluations and a learning curve.
+"""Runs a script once per seed, each in a process of its own; writes the evaluations and a learning curve.
 
     python benchmarks/default_runs.py ppo_cartpole_jax --seeds 20
     python benchmarks/default_runs.py ppo_swingup_jax --seeds 10 -- --num-envs 1024

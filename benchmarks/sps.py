@@ -1,7 +1,7 @@
 """Steady-state steps per second of every script, of peers, and how they scale; writes JSON.
 
     python benchmarks/sps.py                       # every script with its own defaults and the reference settings
-    python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (benchmarks/requirements.txt)
+    python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (see requirements.txt)
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
 
 Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
