@@ -135,7 +135,7 @@ class Args:
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Raises ValueError with a message a person can act on."""
+        """Raises UsageError with a message a person can act on."""
         counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
         for name in f"{counts} log_interval checkpoint_interval video_interval".split():
             _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
@@ -168,9 +168,15 @@ class Args:
         return self.total_timesteps // self.batch_size
 
 
+class UsageError(ValueError):
+    """Arguments that cannot work, with a message for the user."""
+
+    exit_status = 2
+
+
 def _check(condition, message):
     if not condition:
-        raise ValueError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+        raise UsageError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
 
 
 # ======================================================================================================================
@@ -712,11 +718,7 @@ def assess(args, state, video):
 
 
 class RunError(Exception):
-    """A failure with a message for the user; `code` is the exit status."""
-
-    def __init__(self, message, code=1):
-        super().__init__(message)
-        self.code = code
+    """A failure with a message for the user."""
 
 
 def is_key(x):
@@ -788,18 +790,15 @@ RENEWABLE += "num_devices track wandb_project resume eval total_timesteps".split
 
 
 def merge_args(given, saved):
-    """A saved run's arguments with those of `given` that are not the default and may be given anew; raises RunError."""
+    """A saved run's arguments with those of `given` that are not the default and may be given anew."""
     changes = {}
     for field in dataclasses.fields(Args):
         name, new, old = field.name, getattr(given, field.name), getattr(saved, field.name)
         if new not in (field.default, old):
-            if name not in RENEWABLE or (name == "total_timesteps" and saved.anneal_lr):
-                raise RunError(f"--{name.replace('_', '-')} {new}: this run has {old}, which cannot change", code=2)
+            renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
+            _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
             changes[name] = new
-    try:
-        return dataclasses.replace(saved, **changes)
-    except ValueError as error:
-        raise RunError(error, code=2) from error
+    return dataclasses.replace(saved, **changes)
 
 
 class Logger:
@@ -873,9 +872,9 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    devices = f"JAX sees {len(jax.devices())} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
     if args.num_devices > len(jax.devices()):
-        found = f"--num-devices {args.num_devices}: JAX sees {len(jax.devices())} on {jax.default_backend()}"
-        raise RunError(f"{found} (virtual ones: XLA_FLAGS=--xla_force_host_platform_device_count=N)", code=2)
+        raise UsageError(f"--num-devices {args.num_devices}: {devices}")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -983,9 +982,9 @@ def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
     try:
         status = evaluate_run(args) if args.eval else train(args)
-    except (RunError, OSError) as error:
+    except (UsageError, RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        status = getattr(error, "code", 1)
+        status = getattr(error, "exit_status", 1)
     if status:
         sys.exit(status)
 
