@@ -486,7 +486,7 @@ def random_permutation(key, n):
     A Feistel network is a bijection on the index bits whatever its round function is; where n is no power of two,
     indices that leave the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
-    bits = max(2, (n - 1).bit_length())
+    bits = max(8, (n - 1).bit_length())  # narrower halves have too few round functions to be unbiased
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
     round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
 
@@ -758,7 +758,16 @@ def load_checkpoint(run_dir, template):
             if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
                 raise RunError(f"{path} is not a checkpoint of {SCRIPT} with these arguments")
             arrays = {name: file[name] for name in expected}  # reading checks the CRC
-    except (OSError, EOFError, ValueError, KeyError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+    ) as error:
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     for name, like in expected.items():
         if (arrays[name].shape, arrays[name].dtype) != (like.shape, like.dtype):
@@ -820,9 +829,9 @@ class Logger:
         text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[table.encode()])
         metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "text"})
         for writer in self.writers:
-            if start_step:  # readers drop what an interrupted run had logged beyond this step
+            if start_step:  # readers drop what an interrupted run had logged after this step
                 restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step, session_log=restart))
+                writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
             self.add(writer, start_step, [{"tag": "hyperparameters", "metadata": metadata, "tensor": text}])
 
     def add(self, writer, step, values):
@@ -837,6 +846,7 @@ class Logger:
             if self.wandb:
                 prefix = f"{self.folders[k].name}/" if len(self.writers) > 1 else ""
                 self.wandb.log({prefix + tag: x for tag, x in finite.items()}, step=step)
+            writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def progress(self, step, total, sps, returns):
         """One updating line on a terminal, a plain line elsewhere."""
@@ -882,8 +892,8 @@ def open_run(args):
     return args, run_dir, video_dir
 
 
-def train(args):
-    """Trains, evaluates and saves a run; returns the exit status."""
+def train(args, stop):
+    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`; returns the exit status."""
     args, run_dir, video_dir = open_run(args)
     start = time.perf_counter()
     state = init_train_state(args, seed_keys(args))
@@ -895,14 +905,14 @@ def train(args):
     compile_seconds = time.perf_counter() - start
     first = done = int(state.update[0])
     total_steps = args.num_updates * args.batch_size
-    print(f"{run_dir}: {total_steps:,} steps, {args.num_seeds} seed(s), compiled in {compile_seconds:.1f} s", flush=1)
+    print(
+        f"{run_dir}: {total_steps:,} steps, {args.num_seeds} seed(s), compiled in {compile_seconds:.1f} s", flush=True
+    )
 
     logger = Logger(args, run_dir, first * args.batch_size)
-    stop = []  # signals received
-    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
-    train_seconds, clock = 0.0, time.perf_counter()  # the clock is reset after anything that is not training
     finite = np.ones(args.num_seeds, bool)
-    pending = None  # the chunk before, logged while the next one runs
+    train_seconds, clock = 0.0, time.perf_counter()  # the clock is reset after anything that is not training
+    pending = None  # (update, metrics) of the chunk before, logged while the next one runs
 
     def log(update, metrics):
         metrics = {tag: np.asarray(x) for tag, x in metrics.items()}  # waits for the device
@@ -912,9 +922,10 @@ def train(args):
         logger.progress(update * args.batch_size, total_steps, sps, metrics["charts/episodic_return"])
         for k in np.flatnonzero(finite & ~np.isfinite(metrics["losses/grad_norm"])):
             finite[k] = False
-            print(f"error: losses of seed {args.seed + k} not finite at update {update}", file=sys.stderr)
-        if not finite.any():
-            raise RunError("no seed with finite losses is left; a smaller --learning-rate may help")
+            message = f"the losses of seed {args.seed + k} are not finite at update {update}"
+            if not finite.any():
+                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            print(f"error: {message}; the others go on", file=sys.stderr)
 
     try:
         while done < args.num_updates and not stop:
@@ -924,37 +935,40 @@ def train(args):
             if pending:
                 log(*pending)
             done, pending = target, (target, metrics)
-            saves = bool(stop) or done == args.num_updates or done % args.checkpoint_interval == 0
-            records = args.capture_video and done % args.video_interval == 0
+            saves = done % args.checkpoint_interval == 0
+            records = args.capture_video and done % args.video_interval == 0 and done < args.num_updates
             if saves or records:
                 log(*pending)
                 pending = None
                 train_seconds += time.perf_counter() - clock
                 if saves:
                     save_checkpoint(run_dir, state)
-                if records and done < args.num_updates:
+                if records:
                     step = done * args.batch_size
                     scores = assess(args, state, video_dir / f"step_{step}.gif")["per_seed"]
                     logger.log(step, {"eval/episodic_return": scores["eval_return_mean"]})
                 clock = time.perf_counter()
+        if pending:
+            log(*pending)
+            train_seconds += time.perf_counter() - clock
+        save_checkpoint(run_dir, state)
         step = done * args.batch_size
         names = "env_id seed num_seeds num_envs num_steps num_devices".split()
         summary = {"script": SCRIPT, **{name: getattr(args, name) for name in names}, "total_timesteps": step}
         sps = (step - first * args.batch_size) * args.num_seeds / train_seconds if done > first else None
         summary |= {"sps": sps, "compile_seconds": compile_seconds, "train_seconds": train_seconds}
         summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
-        summary |= {"jax_version": jax.__version__, "status": "interrupted" if stop else "finished"}
+        interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
+        summary |= {"jax_version": jax.__version__, "status": "interrupted" if interrupted else "finished"}
         summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
-        if not stop:
+        if not interrupted:
             summary |= assess(args, state, video_dir / f"step_{step}.gif")
             logger.log(step, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
     finally:
         logger.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if stop:
+    if interrupted:
         print(f"interrupted at step {step}; go on with: python {sys.argv[0]} --resume {run_dir}")
         return 128 + stop[0]
     print(f"run: {run_dir}\nvideo: {video_dir}/step_{step}.gif")
@@ -980,11 +994,16 @@ def evaluate_run(given):
 
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
+    stop = []  # signals received: training ends after the chunk that is running
+    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = evaluate_run(args) if args.eval else train(args)
+        status = evaluate_run(args) if args.eval else train(args, stop)
     except (UsageError, RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = getattr(error, "exit_status", 1)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if status:
         sys.exit(status)
 
