@@ -264,12 +264,10 @@ def make_env(args):
 
 def init_mlp(key, sizes, head_gain):
     """Orthogonal weights [out, in] with gain sqrt(2), `head_gain` for the last layer; zero biases [out, 1]."""
-    keys = jax.random.split(key, len(sizes) - 1)
-    params = {}
-    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:]), start=1):
-        gain = head_gain if i == len(sizes) - 1 else math.sqrt(2)
-        params[f"w{i}"] = jax.nn.initializers.orthogonal(gain)(keys[i - 1], (fan_out, fan_in))
-        params[f"b{i}"] = jnp.zeros((fan_out, 1))
+    gains, params = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain], {}
+    for i, key in enumerate(jax.random.split(key, len(gains)), start=1):
+        params[f"w{i}"] = jax.nn.initializers.orthogonal(gains[i - 1])(key, (sizes[i], sizes[i - 1]))
+        params[f"b{i}"] = jnp.zeros((sizes[i], 1))
     return params
 
 
@@ -398,12 +396,8 @@ def rollout(args, env, params, env_state, episodes, key):
         ret, length = episodes.ret + reward, episodes.length + 1
         truncated = length >= env.max_episode_steps
         done = terminated | truncated
-        episodes = Episodes(
-            jnp.where(done, 0.0, ret),
-            jnp.where(done, 0, length),
-            jnp.where(done, ret, episodes.last_ret),
-            jnp.where(done, length, episodes.last_length),
-        )
+        ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
+        episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
         next_obs = jax.vmap(env.observe, -1, -1)(next_state)
         env_state = jnp.where(done, reset_state, next_state)
         return (env_state, episodes), Trajectory(obs, action, logits, reward, terminated, truncated, next_obs)
@@ -667,8 +661,8 @@ def evaluate(args, params, key):
             state = jnp.where(running, next_state, state)
             return (state, ret + reward * running, length + running, running & ~terminated), state[:, 0]
 
-        zeros, ones = jnp.zeros(args.eval_episodes), jnp.ones(args.eval_episodes, bool)
-        carry = first, zeros, zeros.astype(jnp.int32), ones
+        zeros = jnp.zeros(args.eval_episodes)
+        carry = first, zeros, zeros.astype(jnp.int32), zeros == 0
         (_, ret, length, _), states = jax.lax.scan(step, carry, length=env.max_episode_steps)
         return ret, length, jnp.concatenate([first[None, :, 0], states])
 
@@ -850,10 +844,9 @@ class Logger:
 
     def progress(self, step, total, sps, returns):
         """One updating line on a terminal, a plain line elsewhere."""
-        finished = returns[np.isfinite(returns)]
-        score = f"return {finished.mean():.1f}" if len(finished) else "no episode ended yet"
+        score = f", return {np.nanmean(returns):.1f}" if np.isfinite(returns).any() else ""
         eta = (total - step) * len(self.writers) / sps
-        line = f"{step:,}/{total:,} steps ({step / total:.0%}), {score}, {sps:,.0f} SPS, {eta:.0f} s left"
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {eta:.0f} s left"
         print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
 
     def close(self):
