@@ -8,9 +8,10 @@
     python ppo_cartpole_jax.py --num-seeds 8              # eight independent agents in the same program
     python ppo_cartpole_jax.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
-The classic setting, for comparisons (advantages normalised per minibatch):
+The classic setting, for comparisons (its advantages are normalised per minibatch):
 
-    python ppo_cartpole_jax.py --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95 --adam-eps 1e-8
+    python ppo_cartpole_jax.py --total-timesteps 500000 --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr \
+        --gae-lambda 0.95 --norm-adv --ent-coef 0.01 --adam-eps 1e-8
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
@@ -48,6 +49,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 SCRIPT = "ppo_cartpole_jax"
 INTEGRATORS = ("euler", "semi-implicit")
+VIDEO_FORMAT = "gif"
 AXIS = "devices"  # mesh axis over which the environments are sharded
 
 
@@ -101,7 +103,7 @@ class Args:
     """parallel environments, over all devices, of each agent"""
 
     # Algorithm
-    total_timesteps: int = 500_000
+    total_timesteps: int = 600_000
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 32
     """steps per environment and update"""
@@ -117,13 +119,13 @@ class Args:
     """minibatches per epoch"""
     update_epochs: int = 4
     """passes over the batch per update"""
-    norm_adv: bool = True
-    """normalise advantages in each minibatch"""
+    norm_adv: bool = False
+    """normalise advantages in each minibatch; once CartPole is solved that would only amplify noise"""
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
     """clip the value loss too, by the same range"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -265,8 +267,8 @@ def make_env(args):
 def init_mlp(key, sizes, head_gain):
     """Orthogonal weights [out, in] with gain sqrt(2), `head_gain` for the last layer; zero biases [out, 1]."""
     gains, params = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain], {}
-    for i, key in enumerate(jax.random.split(key, len(gains)), start=1):
-        params[f"w{i}"] = jax.nn.initializers.orthogonal(gains[i - 1])(key, (sizes[i], sizes[i - 1]))
+    for i, layer_key in enumerate(jax.random.split(key, len(gains)), start=1):
+        params[f"w{i}"] = jax.nn.initializers.orthogonal(gains[i - 1])(layer_key, (sizes[i], sizes[i - 1]))
         params[f"b{i}"] = jnp.zeros((sizes[i], 1))
     return params
 
@@ -938,7 +940,7 @@ def train(args, stop):
                     save_checkpoint(run_dir, state)
                 if records:
                     step = done * args.batch_size
-                    scores = assess(args, state, video_dir / f"step_{step}.gif")["per_seed"]
+                    scores = assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")["per_seed"]
                     logger.log(step, {"eval/episodic_return": scores["eval_return_mean"]})
                 clock = time.perf_counter()
         if pending:
@@ -955,7 +957,7 @@ def train(args, stop):
         summary |= {"jax_version": jax.__version__, "status": "interrupted" if interrupted else "finished"}
         summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
         if not interrupted:
-            summary |= assess(args, state, video_dir / f"step_{step}.gif")
+            summary |= assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")
             logger.log(step, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
@@ -964,7 +966,7 @@ def train(args, stop):
     if interrupted:
         print(f"interrupted at step {step}; go on with: python {sys.argv[0]} --resume {run_dir}")
         return 128 + stop[0]
-    print(f"run: {run_dir}\nvideo: {video_dir}/step_{step}.gif")
+    print(f"run: {run_dir}\nvideo: {video_dir}/step_{step}.{VIDEO_FORMAT}")
     print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
     return 0
 
@@ -978,7 +980,7 @@ def evaluate_run(given):
     args, state = load_run(given.eval)
     args = dataclasses.replace(args, eval_episodes=given.eval_episodes)
     run_dir = pathlib.Path(given.eval)
-    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, "eval.gif")
+    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, f"eval.{VIDEO_FORMAT}")
     summary = assess(args, state, video)
     write_json(run_dir / "eval.json", summary)
     print(f"video: {video}\n{describe(summary)}")

@@ -19,7 +19,10 @@ import pytest
 QUICK = {
     "ppo_cartpole_jax": dict(
         num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
-    )
+    ),
+    "ppo_swingup_jax": dict(
+        num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
+    ),
 }
 MODULES = [importlib.import_module(path.stem) for path in sorted(ROOT.glob("ppo_*.py"))]
 

@@ -10,7 +10,20 @@ import pytest
 from conftest import MODULES, ROOT
 
 # Functions and classes that have one name and two texts, with the reason.
-DIFFERENT = {"Args": "each script has its own environment and defaults"}
+DIFFERENT = {
+    "Args": "each script has its own environment and defaults",
+    "make_env": "of that environment",
+    "init_params": "sizes of the networks and parameters of the action distribution",
+    "policy": "logits or a Gaussian",
+    "Trajectory": "keeps logits where the log-probabilities are cheaper after the rollout",
+    "rollout": "how actions are drawn",
+    "ppo_loss": "log-probability and entropy of the action distribution",
+    "update": "scaled rewards, log-probabilities",
+    "evaluate": "kinds of start and success",
+    "summarize_evaluation": "success rates",
+    "record_video": "one GIF or three panels in an MP4",
+    "describe": "success rates",
+}
 BANNERS = [
     "Arguments",
     "Environment",
