@@ -588,7 +588,7 @@ def update(args, state):
     _, logprobs = select_logprob(traj.logits, traj.action)
     flat = (x.reshape(-1) for x in (traj.action, logprobs, advantages, returns, values))
     batch = Batch(traj.obs.swapaxes(0, 1).reshape(env.obs_size, -1), *flat)
-    learning_rate = args.learning_rate * (1 - state.update / args.num_updates if args.anneal_lr else 1.0)
+    learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
     params, opt_state, metrics = update_epochs(args, state.params, state.opt_state, batch, learning_rate, epochs_key)
     all_devices = lambda x: jax.lax.all_gather(x, AXIS)
     metrics |= {
@@ -846,7 +846,7 @@ class Logger:
 
     def progress(self, step, total, sps, returns):
         """One updating line on a terminal, a plain line elsewhere."""
-        score = f", return {np.nanmean(returns):.1f}" if np.isfinite(returns).any() else ""
+        score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
         eta = (total - step) * len(self.writers) / sps
         line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {eta:.0f} s left"
         print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)

@@ -1,0 +1,1068 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0", "imageio[ffmpeg]>=2.37"]
+# ///
+"""PPO on cart-pole swing-up in one file and one XLA program: environment, networks, Adam, GAE and update in pure JAX.
+
+    python ppo_swingup_jax.py                                               # swings the pole up and balances it
+    python ppo_swingup_jax.py --num-envs 1024 --total-timesteps 20000000    # wider, for accelerators
+    python ppo_swingup_jax.py --resume runs/<run_name>                      # go on after an interruption, bit for bit
+
+The reference run, for comparisons:
+
+    python ppo_swingup_jax.py --total-timesteps 100000000 --num-envs 1024 --num-steps 128 --update-epochs 4 \
+        --num-minibatches 4 --learning-rate 1e-4 --gamma 0.995 --gae-lambda 0.95 --clip-coef 0.1 --ent-coef 0.01 \
+        --max-grad-norm 1.0 --adam-eps 1e-8 --no-clip-vloss --reward-scale 1
+
+Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
+The policy is a Gaussian without bounds. The environment clips the action it executes to [-1, 1], while the
+log-probability is that of the raw sample: clipping belongs to the environment's unknown dynamics, so the policy
+gradient stays exact; the clipped action has point masses at -1 and 1 and no density to take a ratio of.
+
+Arrays put the batch LAST (features first, contiguous batch): that layout is faster for small networks on a CPU.
+Axes in shape comments: K seeds, T steps, N environments (of one device), B = T * N batch, M minibatch,
+O observation size, S start distributions, E evaluation episodes of each.
+"""
+
+import time
+
+PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import sys
+import warnings
+import zipfile
+from typing import NamedTuple
+
+import imageio.v2 as imageio
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from PIL import Image, ImageDraw
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+SCRIPT = "ppo_swingup_jax"
+VIDEO_FORMAT = "mp4"
+STARTS = ("random", "hanging")
+AXIS = "devices"  # mesh axis over which the environments are sharded
+
+
+# ======================================================================================================================
+# Arguments
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """PPO on pure-JAX cart-pole swing-up."""
+
+    # Run
+    seed: int = 1
+    """seed of the first agent"""
+    num_seeds: int = 1
+    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    num_devices: int = 1
+    """devices over which the environments are sharded"""
+    exp_name: str = SCRIPT
+    """name of the experiment, part of the run's name"""
+    runs_dir: str = "runs"
+    """folder that receives <run_name>/ with TensorBoard events, args.json, checkpoints and summary.json"""
+    videos_dir: str = "videos"
+    """folder that receives <run_name>/ with videos"""
+    log_interval: int = 10
+    """updates per dispatch and per log entry"""
+    checkpoint_interval: int = 100
+    """updates between checkpoints; the last update is always saved"""
+    eval_episodes: int = 1024
+    """greedy episodes from each kind of start after training, each in an environment of its own"""
+    capture_video: bool = False
+    """also record the greedy policy during training, not only at its end"""
+    video_interval: int = 50
+    """updates between two videos"""
+    resume: str | None = None
+    """folder of a run to go on with; its saved arguments are used"""
+    eval: str | None = None
+    """folder of a run to evaluate, without training; writes eval.json and a video"""
+    track: bool = False
+    """also log to Weights & Biases (needs the wandb package)"""
+    wandb_project: str = "single-file-jax-ppo"
+    """Weights & Biases project"""
+
+    # Environment
+    env_id: str = "CartPoleSwingUp-v0"
+    """the only environment of this script"""
+    start: str = "random"
+    """pole at the start of a training episode: anywhere on the circle (random) or straight down (hanging)"""
+    num_envs: int = 128
+    """parallel environments, over all devices, of each agent"""
+
+    # Algorithm
+    total_timesteps: int = 2_000_000
+    """environment steps of each agent, rounded down to whole updates"""
+    num_steps: int = 128
+    """steps per environment and update"""
+    learning_rate: float = 1e-3
+    """Adam's learning rate (its initial value when annealed)"""
+    anneal_lr: bool = True
+    """decay the learning rate linearly to zero"""
+    reward_scale: float = 0.02
+    """factor on the rewards that the learner sees, which keeps values small; reported returns are never scaled"""
+    gamma: float = 0.995
+    """discount"""
+    gae_lambda: float = 0.98
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 8
+    """minibatches per epoch"""
+    update_epochs: int = 6
+    """passes over the batch per update"""
+    norm_adv: bool = True
+    """normalise advantages in each minibatch"""
+    clip_coef: float = 0.2
+    """clipping range of the probability ratio"""
+    clip_vloss: bool = False
+    """clip the value loss too, by the same range"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 5.0
+    """gradients are scaled down to this global norm"""
+    target_kl: float | None = None
+    """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
+    adam_eps: float = 1e-5
+    """Adam's epsilon"""
+
+    def __post_init__(self):
+        """Raises UsageError with a message a person can act on."""
+        counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
+        for name in f"{counts} log_interval checkpoint_interval video_interval".split():
+            _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
+        for name in "learning_rate reward_scale max_grad_norm adam_eps".split():
+            _check(0 < getattr(self, name) < math.inf, f"--{name} must be a positive number, not {getattr(self, name)}")
+        for name in "clip_coef ent_coef vf_coef".split():
+            _check(0 <= getattr(self, name) < math.inf, f"--{name} must not be negative, is {getattr(self, name)}")
+        for name in "gamma gae_lambda".split():
+            _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+        _check(self.env_id == "CartPoleSwingUp-v0", f"--env_id must be CartPoleSwingUp-v0, not {self.env_id}")
+        _check(self.start in STARTS, f"--start must be one of {STARTS}, not {self.start}")
+        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
+        _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
+        _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
+        _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
+        devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
+        _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
+        share = batch // devices
+        _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's batch, {share} steps")
+        _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps of one update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run."""
+        return self.total_timesteps // self.batch_size
+
+
+class UsageError(ValueError):
+    """Arguments that cannot work, with a message for the user."""
+
+    exit_status = 2
+
+
+def _check(condition, message):
+    if not condition:
+        raise UsageError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class CartPoleSwingUp:
+    """Swing a pole up on a cart and balance it, one environment; `jax.vmap` makes many.
+
+    | what        | value                                                                                      |
+    | ----------- | ------------------------------------------------------------------------------------------ |
+    | state       | float32 [4]: cart position m, cart velocity m/s, pole angle rad (0 upright), pole velocity rad/s |
+    | observation | position / 2.4, velocity / 2, cos and sin of the angle, pole velocity / 3                  |
+    | action      | one number; clipped to [-1, 1] and times 20 N it is the force on the cart                  |
+    | reward      | for height and, nearly upright, for rest at the centre; see `reward`; at most 2.5 a step   |
+    | terminated  | cart further than 2.4 m from the centre                                                    |
+    | truncated   | by the caller, after `max_episode_steps`                                                   |
+    | start       | at rest, position uniform in [-1, 1] m, angle uniform on the circle or pi +- 0.05 (hanging) |
+    | success     | 500 steps on the track, and nearly upright in each of the last 100                         |
+    """
+
+    gravity: float = 9.8  # m/s^2
+    mass_cart: float = 1.0  # kg
+    mass_pole: float = 0.1  # kg
+    half_length: float = 0.5  # m, pivot to the pole's centre of mass
+    force: float = 20.0  # N
+    tau: float = 0.02  # s per step
+    x_limit: float = 2.4  # m
+    upright: float = 0.95  # cosine of the angle above which the pole is nearly upright
+    max_episode_steps: int = 500
+    start: str = "random"
+    obs_size = 5
+
+    def reset(self, key):
+        """Returns a start state [4]."""
+        x, angle = jax.random.uniform(key, (2,), minval=-1.0, maxval=1.0)
+        theta = math.pi * angle if self.start == "random" else math.pi + 0.05 * angle
+        return jnp.stack([x, jnp.zeros_like(x), theta, jnp.zeros_like(x)])
+
+    def step(self, state, action):
+        """Advances a state [4] by tau (explicit Euler); returns (state [4], reward, terminated)."""
+        x, x_dot, theta, theta_dot = state
+        force = self.force * jnp.clip(action, -1.0, 1.0)
+        sin, cos = jnp.sin(theta), jnp.cos(theta)
+        total_mass = self.mass_cart + self.mass_pole
+        push = (force + self.mass_pole * self.half_length * theta_dot**2 * sin) / total_mass
+        effective_length = self.half_length * (4 / 3 - self.mass_pole * cos**2 / total_mass)
+        theta_acc = (self.gravity * sin - cos * push) / effective_length
+        x_acc = push - self.mass_pole * self.half_length * theta_acc * cos / total_mass
+        x, theta = x + self.tau * x_dot, theta + self.tau * theta_dot
+        x_dot, theta_dot = x_dot + self.tau * x_acc, theta_dot + self.tau * theta_acc
+        state = jnp.stack([x, x_dot, theta, theta_dot])
+        return state, self.reward(state, action), jnp.abs(x) > self.x_limit
+
+    def reward(self, state, action):
+        """Reward of reaching a state [4] by a raw action."""
+        x, _, theta, theta_dot = state
+        cos = jnp.cos(theta)
+        balance_cost = jnp.where(cos > self.upright, 0.3 * x**2 + 0.05 * theta_dot**2, 0.0)
+        return cos + 1.5 * jnp.exp(-10 * (1 - cos) ** 2) - 0.01 * x**2 - balance_cost - 0.0005 * action**2
+
+    def observe(self, state):
+        """The observation [5] of a state [4]."""
+        x, x_dot, theta, theta_dot = state
+        return jnp.stack([x / self.x_limit, x_dot / 2, jnp.cos(theta), jnp.sin(theta), theta_dot / 3])
+
+    def succeeded(self, states):
+        """Which of the episodes, states [L, 4, E] after every step (frozen at the end), are a success; [E]."""
+        x, _, theta, _ = states.swapaxes(0, 1)
+        return (jnp.abs(x) <= self.x_limit).all(0) & (jnp.cos(theta[-100:]) > self.upright).all(0)
+
+    def render(self, state, width=400, height=300):
+        """Draws a state [4] to scale on the host; uint8 [height, width, 3]."""
+        x, _, theta, _ = (float(v) for v in state)
+        scale, axle_y = width / (2.2 * (self.x_limit + 2 * self.half_length)), height / 2  # pixels per metre
+        axle_x, length = width / 2 + x * scale, 2 * self.half_length * scale
+        image = Image.new("RGB", (width, height), "white")
+        draw = ImageDraw.Draw(image)
+        box = lambda x, y: [axle_x - x * scale, axle_y - y * scale, axle_x + x * scale, axle_y + y * scale]
+        end = self.x_limit * scale
+        draw.line([width / 2 - end, axle_y, width / 2 + end, axle_y], fill="black")
+        draw.rectangle(box(0.2, 0.12), fill=(40, 40, 40))
+        tip = axle_x + length * math.sin(theta), axle_y - length * math.cos(theta)
+        draw.line([axle_x, axle_y, *tip], fill=(204, 153, 102), width=max(2, round(0.08 * scale)))
+        draw.ellipse(box(0.04, 0.04), fill=(130, 130, 255))
+        return np.asarray(image)
+
+
+def make_env(args):
+    return CartPoleSwingUp(start=args.start)
+
+
+# ======================================================================================================================
+# Networks
+# ======================================================================================================================
+
+
+def init_mlp(key, sizes, head_gain):
+    """Orthogonal weights [out, in] with gain sqrt(2), `head_gain` for the last layer; zero biases [out, 1]."""
+    gains, params = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain], {}
+    for i, layer_key in enumerate(jax.random.split(key, len(gains)), start=1):
+        params[f"w{i}"] = jax.nn.initializers.orthogonal(gains[i - 1])(layer_key, (sizes[i], sizes[i - 1]))
+        params[f"b{i}"] = jnp.zeros((sizes[i], 1))
+    return params
+
+
+def mlp(params, x):
+    """Two hidden tanh layers and a linear head: [in, M] -> [out, M]."""
+    x = jnp.tanh(params["w1"] @ x + params["b1"])
+    x = jnp.tanh(params["w2"] @ x + params["b2"])
+    return params["w3"] @ x + params["b3"]
+
+
+def init_params(key, env):
+    """Separate actor and critic, and the logarithm of the actions' standard deviation; a dict."""
+    actor_key, critic_key = jax.random.split(key)
+    return {
+        "actor": init_mlp(actor_key, (env.obs_size, 128, 128, 1), head_gain=0.01),
+        "critic": init_mlp(critic_key, (env.obs_size, 128, 128, 1), head_gain=1.0),
+        "log_std": jnp.float32(-0.5),
+    }
+
+
+def policy(params, obs):
+    """Action distribution of observations [O, M]: mean [M] and, the same for all, logarithm of the deviation []."""
+    return mlp(params["actor"], obs)[0], jnp.clip(params["log_std"], -2.0, 0.5)
+
+
+def sample_noise(key, shape):
+    """The random numbers that `sample_action` needs for this many actions."""
+    return jax.random.normal(key, shape)
+
+
+def sample_action(dist, noise):
+    """Actions [M] drawn from a distribution."""
+    mean, log_std = dist
+    return mean + jnp.exp(log_std) * noise
+
+
+def greedy_action(dist):
+    """The most likely actions [M]."""
+    return dist[0]
+
+
+def action_logprob(dist, action):
+    """Log-probabilities [M] of actions."""
+    mean, log_std = dist
+    return -0.5 * ((action - mean) / jnp.exp(log_std)) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
+
+
+def entropy(dist):
+    """Mean entropy of a distribution."""
+    return dist[1] + 0.5 * math.log(2 * math.pi * math.e)
+
+
+def value(params, obs):
+    """State values [M] of observations [O, M]."""
+    return mlp(params["critic"], obs)[0]
+
+
+# ======================================================================================================================
+# Optimizer
+# ======================================================================================================================
+
+
+class AdamState(NamedTuple):
+    """First and second moments, trees like the parameters, and the number of steps taken."""
+
+    m: dict
+    v: dict
+    count: jax.Array
+
+
+def adam_init(params):
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return AdamState(zeros, zeros, jnp.int32(0))
+
+
+def adam_update(grads, state, params, learning_rate, eps, max_grad_norm, beta1=0.9, beta2=0.999):
+    """Clips the gradients to a global norm, then one step of Adam (https://arxiv.org/abs/1412.6980).
+
+    Returns (params, state, norm of the gradients before clipping).
+    """
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    scale = jnp.minimum(1.0, max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
+    count = state.count + 1
+    m = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * (g * scale), state.m, grads)
+    v = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (g * scale) ** 2, state.v, grads)
+    m_scale, v_scale = 1 / (1 - beta1**count), 1 / (1 - beta2**count)
+    params = jax.tree.map(
+        lambda p, m, v: p - learning_rate * (m * m_scale) / (jnp.sqrt(v * v_scale) + eps), params, m, v
+    )
+    return params, AdamState(m, v, count), norm
+
+
+# ======================================================================================================================
+# PPO
+# ======================================================================================================================
+
+
+class Episodes(NamedTuple):
+    """Running and last finished episode of every environment, each [N].
+
+    Statistics are means over the environments' last finished episodes, so a short episode counts as much as a long one.
+    """
+
+    ret: jax.Array  # return of the running episode
+    length: jax.Array  # its length
+    last_ret: jax.Array  # of the last finished one, NaN before the first
+    last_length: jax.Array
+
+
+class Trajectory(NamedTuple):
+    """T steps of N environments. Both flags may be set at once, as in Gymnasium."""
+
+    obs: jax.Array  # [T, O, N]
+    action: jax.Array  # [T, N]
+    logprob: jax.Array  # [T, N]
+    reward: jax.Array  # [T, N]
+    terminated: jax.Array  # [T, N]
+    truncated: jax.Array  # [T, N]
+    next_obs: jax.Array  # [T, O, N], successors before any reset
+
+
+class Batch(NamedTuple):
+    """What the loss needs."""
+
+    obs: jax.Array  # [O, M]
+    action: jax.Array  # [M]
+    logprob: jax.Array  # [M]
+    advantage: jax.Array  # [M]
+    ret: jax.Array  # [M], the critic's target
+    value: jax.Array  # [M]
+
+
+def rollout(args, env, params, env_state, episodes, key):
+    """Takes T steps in N environments that reset themselves; returns (env_state, episodes, trajectory)."""
+    action_key, reset_key = jax.random.split(key)
+    num_envs = episodes.length.shape[0]
+    # All random numbers in two calls: far cheaper than splitting a key per step and environment.
+    noises = sample_noise(action_key, (args.num_steps, num_envs))
+    resets = jax.vmap(jax.vmap(env.reset, out_axes=-1))(jax.random.split(reset_key, (args.num_steps, num_envs)))
+
+    def step(carry, inputs):
+        env_state, episodes = carry
+        noise, reset_state = inputs
+        obs = jax.vmap(env.observe, -1, -1)(env_state)
+        dist = policy(params, obs)
+        action = sample_action(dist, noise)
+        logprob = action_logprob(dist, action)
+        next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(env_state, action)
+        ret, length = episodes.ret + reward, episodes.length + 1
+        truncated = length >= env.max_episode_steps
+        done = terminated | truncated
+        ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
+        episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
+        next_obs = jax.vmap(env.observe, -1, -1)(next_state)
+        env_state = jnp.where(done, reset_state, next_state)
+        return (env_state, episodes), Trajectory(obs, action, logprob, reward, terminated, truncated, next_obs)
+
+    (env_state, episodes), trajectory = jax.lax.scan(step, (env_state, episodes), (noises, resets))
+    return env_state, episodes, trajectory
+
+
+def trajectory_values(env, params, trajectory):
+    """Values [T, N] of the observations and of their true successors, also where an episode was truncated."""
+    num_steps, _, num_envs = trajectory.obs.shape
+    last_obs = trajectory.next_obs[-1:]
+    obs = jnp.concatenate([trajectory.obs, last_obs]).swapaxes(0, 1)  # [O, T + 1, N]
+    values = value(params, obs.reshape(obs.shape[0], -1)).reshape(num_steps + 1, num_envs)
+    next_values = values[1:]
+    # An environment is truncated at most once in max_episode_steps steps: gather that one observation and value it.
+    for start in range(0, num_steps, env.max_episode_steps):
+        window = slice(start, start + env.max_episode_steps)
+        truncated = trajectory.truncated[window]
+        index = truncated.argmax(0)[None, None]
+        final_obs = jnp.take_along_axis(trajectory.next_obs[window], index, axis=0)[0]
+        final_values = jnp.where(truncated, value(params, final_obs), next_values[window])
+        next_values = next_values.at[window].set(final_values)
+    return values[:-1], next_values
+
+
+def compute_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438); all arrays [T, N].
+
+    `next_values` are the values of the true successors. A termination has no successor value; both a termination and
+    a truncation end the recursion. Returns the advantages; the critic's targets are advantages + values.
+    """
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+
+    def step(advantage, inputs):
+        delta, decay = inputs
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, decay), reverse=True)[1]
+
+
+def ppo_loss(params, batch, args):
+    """Clipped surrogate, (clipped) value loss and entropy bonus of a minibatch; returns (loss, metrics)."""
+    dist = policy(params, batch.obs)
+    log_ratio = action_logprob(dist, batch.action) - batch.logprob
+    ratio = jnp.exp(log_ratio)
+    advantage = batch.advantage
+    if args.norm_adv:
+        mean = jax.lax.pmean(advantage.mean(), AXIS)
+        variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
+        advantage = (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+    clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+
+    new_value = value(params, batch.obs)
+    value_error = (new_value - batch.ret) ** 2
+    if args.clip_vloss:
+        clipped_value = batch.value + jnp.clip(new_value - batch.value, -args.clip_coef, args.clip_coef)
+        value_error = jnp.maximum(value_error, (clipped_value - batch.ret) ** 2)
+    value_loss = 0.5 * value_error.mean()
+
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy(dist)
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy(dist),
+        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "losses/old_approx_kl": -log_ratio.mean(),
+        "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
+    }
+    return loss, metrics
+
+
+def random_permutation(key, n):
+    """A pseudo-random permutation of range(n), without the sorts that make `jax.random.permutation` slow.
+
+    A Feistel network is a bijection on the index bits whatever its round function is; where n is no power of two,
+    indices that leave the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    """
+    bits = max(8, (n - 1).bit_length())  # narrower halves have too few round functions to be unbiased
+    low, high = bits // 2, bits - bits // 2  # widths of the two halves
+    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
+
+    def mix(half, round_key, width):  # the top bits of a multiplicative hash
+        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
+        return (x ^ (x >> 13)) >> (32 - width)
+
+    def feistel(index):
+        left, right = index >> low, index & ((1 << low) - 1)
+        for left_key, right_key in round_keys:
+            left = left ^ mix(right, left_key, high)
+            right = right ^ mix(left, right_key, low)
+        return (left << low) | right
+
+    index = feistel(jnp.arange(n, dtype=jnp.uint32))
+    if n != 1 << bits:
+        index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
+    return index.astype(jnp.int32)
+
+
+def update_epochs(args, params, opt_state, batch, learning_rate, key):
+    """Passes over a batch of B samples in shuffled minibatches; returns (params, opt_state, metrics)."""
+    num_samples = batch.action.shape[0]
+    # One packed array [B, O + 5]: gathering its rows is far cheaper than gathering six arrays.
+    packed = jnp.concatenate([batch.obs, jnp.stack([jnp.asarray(x, jnp.float32) for x in batch[1:]])]).T
+
+    def minibatch_step(carry, minibatch):
+        params, opt_state = carry
+        columns = minibatch.T  # [O + 5, M]
+        batch = Batch(columns[:-5], *columns[-5:])
+        (_, metrics), grads = jax.value_and_grad(ppo_loss, has_aux=True)(params, batch, args)
+        grads = jax.lax.pmean(grads, AXIS)
+        optimizer = learning_rate, args.adam_eps, args.max_grad_norm
+        params, opt_state, norm = adam_update(grads, opt_state, params, *optimizer)
+        return (params, opt_state), {**metrics, "losses/grad_norm": norm}
+
+    def epoch(carry, key):
+        params, opt_state, active = carry
+        order = random_permutation(key, num_samples).reshape(args.num_minibatches, -1)
+        new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), packed[order])
+        metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
+        if args.target_kl is not None:
+            new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
+            metrics = jax.tree.map(lambda m: jnp.where(active, m, jnp.nan), metrics)
+            active = active & (metrics["losses/approx_kl"] <= args.target_kl)
+        return (*new, active), metrics
+
+    carry = (params, opt_state, jnp.bool_(True))
+    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, jax.random.split(key, args.update_epochs))
+    return params, opt_state, jax.tree.map(jnp.nanmean if args.target_kl is not None else jnp.mean, metrics)
+
+
+# ======================================================================================================================
+# Training step
+# ======================================================================================================================
+
+
+class TrainState(NamedTuple):
+    """Everything training needs; checkpoints hold exactly this. Every leaf has a leading seed axis K."""
+
+    params: dict
+    opt_state: AdamState
+    env_state: jax.Array  # [K, 4, N]
+    episodes: Episodes  # of [K, N]
+    key: jax.Array  # [K]
+    update: jax.Array  # [K], updates done
+
+
+def seed_keys(args):
+    """One PRNG key per agent, [K]."""
+    return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
+
+
+# Runs once: compiling it quickly matters more than running it fast.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def init_train_state(args, key):
+    """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`."""
+    env = make_env(args)
+
+    def init(key):
+        params_key, reset_key, key = jax.random.split(key, 3)
+        params = init_params(params_key, env)
+        env_state = jax.vmap(env.reset, out_axes=-1)(jax.random.split(reset_key, args.num_envs))
+        zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
+        episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
+        return TrainState(params, adam_init(params), env_state, episodes, key, jnp.int32(0))
+
+    return jax.lax.map(init, key)  # not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool
+
+
+def update(args, state):
+    """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
+    env = make_env(args)
+    key, rollout_key, epochs_key = jax.random.split(state.key, 3)
+    device = jax.lax.axis_index(AXIS)
+    rollout_key, epochs_key = (jax.random.fold_in(k, device) for k in (rollout_key, epochs_key))
+    env_state, episodes, traj = rollout(args, env, state.params, state.env_state, state.episodes, rollout_key)
+    values, next_values = trajectory_values(env, state.params, traj)
+    flags = traj.terminated, traj.truncated
+    advantages = compute_gae(args.reward_scale * traj.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
+    returns = advantages + values
+    flat = (x.reshape(-1) for x in (traj.action, traj.logprob, advantages, returns, values))
+    batch = Batch(traj.obs.swapaxes(0, 1).reshape(env.obs_size, -1), *flat)
+    learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
+    params, opt_state, metrics = update_epochs(args, state.params, state.opt_state, batch, learning_rate, epochs_key)
+    all_devices = lambda x: jax.lax.all_gather(x, AXIS)
+    metrics |= {
+        "losses/explained_variance": 1 - all_devices(returns - values).var() / all_devices(returns).var(),
+        "charts/learning_rate": jnp.float32(learning_rate),
+        "charts/episodic_return": jnp.nanmean(all_devices(episodes.last_ret)),  # NaN before the first episode ends
+        "charts/episodic_length": jnp.nanmean(all_devices(episodes.last_length)),
+    }
+    return TrainState(params, opt_state, env_state, episodes, key, state.update + 1), metrics
+
+
+def over_seeds(args, function):
+    """`jax.vmap` of a function of trees with leading axis K; one agent alone avoids the slower batched products."""
+    if args.num_seeds > 1:
+        return jax.vmap(function)
+    return lambda *trees: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))
+
+
+def make_mesh(args):
+    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+
+
+def state_specs(state):
+    """How a `TrainState` is laid out over the mesh: the last axis, N, of what belongs to the environments."""
+    replicated = jax.tree.map(lambda _: PartitionSpec(), state)
+    sharded = lambda tree: jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 1), AXIS), tree)
+    return replicated._replace(env_state=sharded(state.env_state), episodes=sharded(state.episodes))
+
+
+def make_train_step(args):
+    """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
+    state = init_train_state.eval_shape(args, seed_keys(args))
+    specs = state_specs(state)
+    step = over_seeds(args, functools.partial(update, args))
+    out_specs = specs, PartitionSpec()
+    # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
+    return jax.jit(jax.shard_map(step, mesh=make_mesh(args), in_specs=(specs,), out_specs=out_specs, check_vma=False))
+
+
+def make_train_chunk(args):
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics of the last)`: n updates in one dispatch."""
+    train_step = make_train_step(args)
+
+    def train_chunk(state, num_updates):
+        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(train_step, state)[1])
+        return jax.lax.fori_loop(0, num_updates, lambda _, carry: train_step(carry[0]), (state, metrics))
+
+    return jax.jit(train_chunk, donate_argnums=0)
+
+
+# ======================================================================================================================
+# Evaluation, video, checkpoints, logging
+# ======================================================================================================================
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(args, params, key):
+    """Plays one greedy episode in each of E fresh environments per agent and kind of start.
+
+    Takes parameters and keys with a leading axis K. Gives returns, lengths and successes [K, S, E], and the states
+    [K, L, 4, S, 2] of the first two episodes, frozen after their end (L = longest possible episode + 1).
+    """
+    envs = [dataclasses.replace(make_env(args), start=start) for start in STARTS]
+    env = envs[0]
+
+    def play(params, key):
+        keys = jax.random.split(key, args.eval_episodes)
+        first = jnp.concatenate([jax.vmap(env.reset, out_axes=-1)(keys) for env in envs], axis=-1)  # [4, S * E]
+
+        def step(carry, _):
+            state, ret, length, running = carry
+            action = greedy_action(policy(params, jax.vmap(env.observe, -1, -1)(state)))
+            next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(state, action)
+            state = jnp.where(running, next_state, state)
+            return (state, ret + reward * running, length + running, running & ~terminated), state
+
+        zeros, ones = jnp.zeros(first.shape[-1]), jnp.ones(first.shape[-1], bool)
+        carry = first, zeros, zeros.astype(jnp.int32), ones
+        (_, ret, length, _), states = jax.lax.scan(step, carry, length=env.max_episode_steps)
+        by_start = lambda x: x.reshape(*x.shape[:-1], len(STARTS), -1)
+        states = jnp.concatenate([first[None], states])
+        return by_start(ret), by_start(length), by_start(env.succeeded(states)), by_start(states)[..., :2]
+
+    return over_seeds(args, play)(params, key)
+
+
+def evaluation_keys(args):
+    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
+
+
+def summarize_evaluation(args, evaluation):
+    """What summary.json and eval.json say of an evaluation: over all agents, and lists with one entry per agent.
+
+    Returns and lengths are those of the training's own start, success rates those of every start.
+    """
+    start = STARTS.index(args.start)
+    returns, lengths = (np.asarray(x, float)[:, start] for x in evaluation[:2])  # [K, E]
+    successes = np.moveaxis(np.asarray(evaluation[2], float), 1, 0)  # [S, K, E]
+    statistics = lambda axis: {
+        "eval_return_mean": returns.mean(axis).tolist(),
+        "eval_return_std": returns.std(axis).tolist(),
+        "eval_length_mean": lengths.mean(axis).tolist(),
+        "success_rate": {start: success.mean(axis).tolist() for start, success in zip(STARTS, successes)},
+    }
+    interval = bootstrap_interval(returns.mean(1))
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": "greedy", "eval_return_ci95": interval}
+    return overall | statistics(None) | {"per_seed": statistics(1)}
+
+
+def bootstrap_interval(values, samples=10_000):
+    """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
+    if len(values) < 2:
+        return None
+    index = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
+    return np.percentile(values[index].mean(1), [2.5, 97.5]).tolist()
+
+
+def record_video(args, path, evaluation):
+    """Writes three of the first agent's evaluation episodes side by side as an MP4 in real time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    env = make_env(args)
+    _, lengths, _, states = (np.asarray(x[0]) for x in evaluation)
+    panels = [(0, 0), (1, 0), (0, min(1, args.eval_episodes - 1))]  # (start, episode): random, hanging, random
+    num_frames = max(lengths[panel] for panel in panels) + 1
+    spacer = np.full((300, 20, 3), 255, np.uint8)
+    with warnings.catch_warnings(), imageio.get_writer(path, fps=round(1 / env.tau), macro_block_size=2) as writer:
+        warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks; this one runs ffmpeg and nothing of JAX
+        for state in states[:num_frames]:  # [4, S, 2]
+            left, middle, right = (env.render(state[:, start, episode], 400, 300) for start, episode in panels)
+            writer.append_data(np.hstack([left, spacer, middle, spacer, right]))
+
+
+def assess(args, state, video):
+    """Evaluates all agents and records the first one; returns the summary."""
+    evaluation = evaluate(args, state.params, evaluation_keys(args))
+    record_video(args, video, evaluation)
+    return summarize_evaluation(args, evaluation)
+
+
+class RunError(Exception):
+    """A failure with a message for the user."""
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def flatten_state(state):
+    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves)}
+
+
+def save_checkpoint(run_dir, state, num_kept=3):
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest; returns its path."""
+    folder = pathlib.Path(run_dir, "checkpoints")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{int(state.update[0]):09d}.npz"
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        np.savez(file, script=SCRIPT, **flatten_state(state))
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".tmp").replace(path)
+    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(run_dir, template):
+    """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
+    path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
+    if path is None:
+        raise RunError(f"{run_dir} holds no checkpoint")
+    expected = flatten_state(template)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
+                raise RunError(f"{path} is not a checkpoint of {SCRIPT} with these arguments")
+            arrays = {name: file[name] for name in expected}  # reading checks the CRC
+    except (
+        OSError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
+    for name, like in expected.items():
+        if (arrays[name].shape, arrays[name].dtype) != (like.shape, like.dtype):
+            raise RunError(f"{path} does not fit the arguments: {name} is {arrays[name].shape}, not {like.shape}")
+    leaves, structure = jax.tree.flatten(template)
+    restore = lambda x, like: jax.random.wrap_key_data(x) if is_key(like) else jnp.asarray(x)
+    return jax.tree.unflatten(structure, map(restore, arrays.values(), leaves))
+
+
+def load_args(run_dir):
+    """The `Args` saved in a run's args.json; raises RunError."""
+    try:
+        args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
+        for field in dataclasses.fields(Args):
+            _check(isinstance(getattr(args, field.name), field.type), f"--{field.name} is of the wrong type")
+        return args
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
+
+
+def load_run(run_dir):
+    """The (args, state) of a saved run; `state.params` has a leading seed axis."""
+    args = load_args(run_dir)
+    return args, load_checkpoint(run_dir, init_train_state(args, seed_keys(args)))
+
+
+RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
+RENEWABLE += "num_devices track wandb_project resume eval total_timesteps".split()
+
+
+def merge_args(given, saved):
+    """A saved run's arguments with those of `given` that are not the default and may be given anew."""
+    changes = {}
+    for field in dataclasses.fields(Args):
+        name, new, old = field.name, getattr(given, field.name), getattr(saved, field.name)
+        if new not in (field.default, old):
+            renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
+            _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
+            changes[name] = new
+    return dataclasses.replace(saved, **changes)
+
+
+class Logger:
+    """Writes metrics of K agents to TensorBoard (a run each), to Weights & Biases when asked, and to the terminal."""
+
+    def __init__(self, args, run_dir, start_step):
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        self.folders = [run_dir] if args.num_seeds == 1 else [run_dir / f"seed_{seed}" for seed in seeds]
+        self.is_terminal, self.wandb = sys.stdout.isatty(), None
+        if args.track:
+            try:
+                self.wandb = importlib.import_module("wandb")
+            except ImportError as error:
+                raise RunError("--track needs Weights & Biases: pip install wandb") from error
+            name = run_dir.resolve().name
+            self.wandb.init(project=args.wandb_project, name=name, id=name, resume="allow", config=vars(args))
+        self.writers = [EventFileWriter(str(folder)) for folder in self.folders]
+        table = "\n".join(["|param|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
+        text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[table.encode()])
+        metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "text"})
+        for writer in self.writers:
+            if start_step:  # readers drop what an interrupted run had logged after this step
+                restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+            self.add(writer, start_step, [{"tag": "hyperparameters", "metadata": metadata, "tensor": text}])
+
+    def add(self, writer, step, values):
+        summary = summary_pb2.Summary(value=[summary_pb2.Summary.Value(**value) for value in values])
+        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def log(self, step, metrics):
+        """Writes {tag: [K]} at an environment step; values that are not finite are left out."""
+        for k, writer in enumerate(self.writers):
+            finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
+            self.add(writer, step, [{"tag": tag, "simple_value": x} for tag, x in finite.items()])
+            if self.wandb:
+                prefix = f"{self.folders[k].name}/" if len(self.writers) > 1 else ""
+                self.wandb.log({prefix + tag: x for tag, x in finite.items()}, step=step)
+            writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
+
+    def progress(self, step, total, sps, returns):
+        """One updating line on a terminal, a plain line elsewhere."""
+        score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
+        eta = (total - step) * len(self.writers) / sps
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {eta:.0f} s left"
+        print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
+
+    def close(self):
+        for writer in self.writers:
+            writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        if self.is_terminal:
+            print()
+
+
+def write_json(path, content):
+    """Writes JSON atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+
+def open_run(args):
+    """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
+    run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    if args.resume:
+        run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    devices = f"JAX sees {len(jax.devices())} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+    if args.num_devices > len(jax.devices()):
+        raise UsageError(f"--num-devices {args.num_devices}: {devices}")
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    video_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / "args.json", {**vars(args), "resume": None, "eval": None})
+    return args, run_dir, video_dir
+
+
+def train(args, stop):
+    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`; returns the exit status."""
+    args, run_dir, video_dir = open_run(args)
+    start = time.perf_counter()
+    state = init_train_state(args, seed_keys(args))
+    if args.resume:
+        state = load_checkpoint(run_dir, state)
+    mesh, specs = make_mesh(args), state_specs(state)
+    state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
+    compile_seconds = time.perf_counter() - start
+    first = done = int(state.update[0])
+    total_steps = args.num_updates * args.batch_size
+    print(
+        f"{run_dir}: {total_steps:,} steps, {args.num_seeds} seed(s), compiled in {compile_seconds:.1f} s", flush=True
+    )
+
+    logger = Logger(args, run_dir, first * args.batch_size)
+    finite = np.ones(args.num_seeds, bool)
+    train_seconds, clock = 0.0, time.perf_counter()  # the clock is reset after anything that is not training
+    pending = None  # (update, metrics) of the chunk before, logged while the next one runs
+
+    def log(update, metrics):
+        metrics = {tag: np.asarray(x) for tag, x in metrics.items()}  # waits for the device
+        seconds, steps = train_seconds + time.perf_counter() - clock, (update - first) * args.batch_size
+        sps = steps * args.num_seeds / seconds
+        logger.log(update * args.batch_size, {**metrics, "charts/SPS": np.full(args.num_seeds, sps)})
+        logger.progress(update * args.batch_size, total_steps, sps, metrics["charts/episodic_return"])
+        for k in np.flatnonzero(finite & ~np.isfinite(metrics["losses/grad_norm"])):
+            finite[k] = False
+            message = f"the losses of seed {args.seed + k} are not finite at update {update}"
+            if not finite.any():
+                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            print(f"error: {message}; the others go on", file=sys.stderr)
+
+    try:
+        while done < args.num_updates and not stop:
+            intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
+            target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
+            state, metrics = train_chunk(state, jnp.int32(target - done))
+            if pending:
+                log(*pending)
+            done, pending = target, (target, metrics)
+            saves = done % args.checkpoint_interval == 0
+            records = args.capture_video and done % args.video_interval == 0 and done < args.num_updates
+            if saves or records:
+                log(*pending)
+                pending = None
+                train_seconds += time.perf_counter() - clock
+                if saves:
+                    save_checkpoint(run_dir, state)
+                if records:
+                    step = done * args.batch_size
+                    scores = assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")["per_seed"]
+                    logger.log(step, {"eval/episodic_return": scores["eval_return_mean"]})
+                clock = time.perf_counter()
+        if pending:
+            log(*pending)
+            train_seconds += time.perf_counter() - clock
+        save_checkpoint(run_dir, state)
+        step = done * args.batch_size
+        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
+        summary = {"script": SCRIPT, **{name: getattr(args, name) for name in names}, "total_timesteps": step}
+        sps = (step - first * args.batch_size) * args.num_seeds / train_seconds if done > first else None
+        summary |= {"sps": sps, "compile_seconds": compile_seconds, "train_seconds": train_seconds}
+        summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
+        interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
+        summary |= {"jax_version": jax.__version__, "status": "interrupted" if interrupted else "finished"}
+        summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
+        if not interrupted:
+            summary |= assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")
+            logger.log(step, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+        summary["wall_seconds"] = time.time() - PROCESS_START
+        write_json(run_dir / "summary.json", summary)
+    finally:
+        logger.close()
+    if interrupted:
+        print(f"interrupted at step {step}; go on with: python {sys.argv[0]} --resume {run_dir}")
+        return 128 + stop[0]
+    print(f"run: {run_dir}\nvideo: {video_dir}/step_{step}.{VIDEO_FORMAT}")
+    print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+    return 0
+
+
+def describe(summary):
+    rates = ", ".join(f"{rate:.1%} from {start}" for start, rate in summary["success_rate"].items())
+    score = f"greedy return {summary['eval_return_mean']:.1f} over {summary['eval_episodes']} episodes"
+    return f"{score}, success {rates} start"
+
+
+def evaluate_run(given):
+    """Evaluates a saved run: writes its eval.json and a video, nothing else; returns the exit status."""
+    args, state = load_run(given.eval)
+    args = dataclasses.replace(args, eval_episodes=given.eval_episodes)
+    run_dir = pathlib.Path(given.eval)
+    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, f"eval.{VIDEO_FORMAT}")
+    summary = assess(args, state, video)
+    write_json(run_dir / "eval.json", summary)
+    print(f"video: {video}\n{describe(summary)}")
+    return 0
+
+
+def main(args):
+    """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
+    stop = []  # signals received: training ends after the chunk that is running
+    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        status = evaluate_run(args) if args.eval else train(args, stop)
+    except (UsageError, RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = getattr(error, "exit_status", 1)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if status:
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
