@@ -1,0 +1,1762 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.10", "flax>=0.12", "optax>=0.2.6", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0"
+# ]
+# ///
+"""Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update in JAX.
+
+    python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute on two CPU cores
+    python ppo_minigrid_rnn.py --env-id MemoryS9          # --list-envs lists all
+    python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
+
+The reference's setting, for comparisons:
+
+    python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \\
+        --num-minibatches 16 --learning-rate 1e-3 --gae-lambda 0.95 --adam-eps 1e-8 --rnn-hidden-dim 1024 \\
+        --head-hidden-dim 256
+
+The environments are Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and distributions of
+levels. Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation, given
+the hidden state from before the reset. Minibatches are whole environments: sequences are never cut.
+
+Axes in shape comments: K seeds, T steps, N environments (of one device), M environments of a minibatch (in the
+environment's section: marked cells), A actions, L GRU layers, H hidden units, E evaluation episodes; in grids, H and W
+are height and width.
+"""
+
+import time
+
+PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import sys
+import zipfile
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from PIL import Image
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+SCRIPT = "ppo_minigrid_rnn"
+EVAL_MODES = ("greedy", "sampled")
+VIDEO_FORMAT = "gif"
+AXIS = "devices"  # mesh axis over which the environments are sharded
+
+
+# ======================================================================================================================
+# Arguments
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Recurrent PPO on pure-JAX MiniGrid."""
+
+    # Run
+    seed: int = 1
+    """seed of the first agent"""
+    num_seeds: int = 1
+    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    num_devices: int = 1
+    """devices over which the environments are sharded"""
+    exp_name: str = SCRIPT
+    """name of the experiment, part of the run's name"""
+    runs_dir: str = "runs"
+    """folder that receives <run_name>/ with TensorBoard events, args.json, checkpoints and summary.json"""
+    videos_dir: str = "videos"
+    """folder that receives <run_name>/ with videos"""
+    log_interval: int = 5
+    """updates per dispatch and per log entry"""
+    checkpoint_interval: int = 100
+    """updates between checkpoints; the last update is always saved"""
+    eval_episodes: int = 256
+    """episodes after training, each in an environment of its own"""
+    eval_mode: str = "greedy"
+    """whether evaluation takes the most probable actions (greedy) or draws them (sampled)"""
+    eval_consecutive_episodes: int = 1
+    """evaluate this many episodes per environment on one hidden state (for meta-RL, with --no-reset-hidden)"""
+    capture_video: bool = False
+    """also record the greedy policy during training, not only at its end"""
+    video_interval: int = 50
+    """updates between two videos"""
+    resume: str | None = None
+    """folder of a run to go on with; its saved arguments are used"""
+    eval: str | None = None
+    """folder of a run to evaluate, without training; writes eval.json and a video"""
+    track: bool = False
+    """also log to Weights & Biases (needs the wandb package)"""
+    wandb_project: str = "single-file-jax-ppo"
+    """Weights & Biases project"""
+
+    # Environment
+    env_id: str = "MiniGrid-Empty-8x8-v0"
+    """environment, with or without "MiniGrid-" and "-v0" """
+    list_envs: bool = False
+    """print the environments and exit"""
+    img_obs: bool = False
+    """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
+    num_envs: int = 512
+    """parallel environments, over all devices, of each agent"""
+
+    # Agent
+    action_emb_dim: int = 16
+    """size of the previous action's embedding"""
+    rnn_hidden_dim: int = 64
+    """hidden units of each GRU"""
+    rnn_num_layers: int = 1
+    """stacked GRUs, whose outputs are summed"""
+    head_hidden_dim: int = 64
+    """units of the hidden layer of actor and critic"""
+    reset_hidden: bool = True
+    """reset hidden state, previous action and previous reward when an episode starts"""
+    bf16: bool = False
+    """do the matrix products in bfloat16"""
+
+    # Algorithm
+    total_timesteps: int = 600_000
+    """environment steps of each agent, rounded down to whole updates"""
+    num_steps: int = 32
+    """steps per environment and update"""
+    learning_rate: float = 1e-3
+    """Adam's learning rate (its initial value when annealed)"""
+    anneal_lr: bool = True
+    """decay the learning rate linearly to zero"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 16
+    """minibatches per epoch, of whole environments"""
+    update_epochs: int = 1
+    """passes over the batch per update"""
+    norm_adv: bool = True
+    """normalise advantages in each minibatch"""
+    clip_coef: float = 0.2
+    """clipping range of the probability ratio"""
+    clip_vloss: bool = True
+    """clip the value loss too, by the same range"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this global norm"""
+    target_kl: float | None = None
+    """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
+    adam_eps: float = 1e-5
+    """Adam's epsilon"""
+
+    def __post_init__(self):
+        """Raises UsageError with a message a person can act on."""
+        counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
+        counts += " action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim eval_consecutive_episodes"
+        for name in f"{counts} log_interval checkpoint_interval video_interval".split():
+            _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
+        for name in "learning_rate max_grad_norm adam_eps".split():
+            _check(0 < getattr(self, name) < math.inf, f"--{name} must be a positive number, not {getattr(self, name)}")
+        for name in "clip_coef ent_coef vf_coef".split():
+            _check(0 <= getattr(self, name) < math.inf, f"--{name} must not be negative, is {getattr(self, name)}")
+        for name in "gamma gae_lambda".split():
+            _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+        object.__setattr__(self, "env_id", find_env(self.env_id).env_id)  # the full id
+        _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
+        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
+        _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
+        _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
+        _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
+        devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
+        _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
+        share = self.num_envs // devices
+        _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's {share} environments")
+        _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps of one update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run."""
+        return self.total_timesteps // self.batch_size
+
+
+class UsageError(ValueError):
+    """Arguments that cannot work, with a message for the user."""
+
+    exit_status = 2
+
+
+def _check(condition, message):
+    if not condition:
+        raise UsageError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+
+
+# A cell is one byte, `kind * 8 + colour`: a third of the memory traffic of Farama's (object, colour, state) triples.
+# Kinds up to 10 are Farama's object codes; the state, which only doors have, is folded in as two more kinds of door.
+COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
+UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA, AGENT, DOOR_CLOSED, DOOR_LOCKED = range(0, 104, 8)
+GREY_WALL, GREEN_GOAL, RED_LAVA, BLUE_BALL = WALL + GREY, GOAL + GREEN, LAVA + RED, BALL + BLUE
+
+LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # directions: 0 right, 1 down, 2 left, 3 up
+VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, facing the first
+
+
+def pack(encoding):  # [..., 3] -> [...]
+    """Farama's (object, colour, state) codes as one byte per cell."""
+    kind, colour, state = encoding[..., 0], encoding[..., 1], encoding[..., 2]
+    return ((kind + (state > 0) * (6 + state)) * 8 + colour).astype(np.uint8)
+
+
+def unpack(cells):  # [...] -> [..., 3]
+    """One byte per cell as Farama's (object, colour, state) codes: a look-up, cheaper than stacking three results."""
+    kind, colour = np.divmod(np.arange(128), 8)
+    shut = np.maximum(kind - AGENT // 8, 0)
+    return at(np.stack((np.where(shut, DOOR_OPEN // 8, kind), colour, shut), axis=1).astype(np.uint8), cells)
+
+
+class State(NamedTuple):
+    """State of one environment (`jax.vmap` for more). Cells are numbered row by row, `cell = y * W + x`."""
+
+    grid: jax.Array  # [H * W] uint8, packed cells
+    position: jax.Array  # [] int32, the agent's cell
+    direction: jax.Array  # [] int32
+    carrying: jax.Array  # [] uint8, packed cell, EMPTY for nothing
+    step_count: jax.Array  # [] int32
+    max_steps: jax.Array  # [] int32
+    marks: jax.Array  # [M] int32, cells that the end rule looks at (Dynamic-Obstacles: the obstacles, in moving order)
+    key: jax.Array | None = None  # random key of the obstacles' moves, only where there are any
+
+
+@functools.cache
+def visibility_table():
+    """What one row of the view passes on: [128 * 128] uint16, index `transparent * 128 + lit`, bit i for column i.
+
+    The low 7 bits are the cells of the row that end up seen, the high 7 bits those of the row ahead that become lit.
+    Light spreads from lit transparent cells, first from left to right and then back, to the next cell in the sweep
+    and to the cells ahead of both; the last cell of a sweep passes nothing on, as in Farama's `Grid.process_vis`.
+    """
+    transparent, seen = np.divmod(np.arange(128 * 128), 128)
+    ahead = np.zeros_like(seen)
+    for columns, turn in ((range(VIEW - 1), 1), (range(VIEW - 1, 0, -1), -1)):
+        for i in columns:
+            shines = seen & transparent & (1 << i) > 0
+            seen |= np.where(shines, 1 << (i + turn), 0)
+            ahead |= np.where(shines, (1 << i) | (1 << (i + turn)), 0)
+    return (seen | ahead << VIEW).astype(np.uint16)
+
+
+def heading(direction):
+    """Unit vector (x, y) of a direction."""
+    return jnp.where(direction == 0, 1, 0) - (direction == 2), jnp.where(direction == 1, 1, 0) - (direction == 3)
+
+
+def view_cells(direction):
+    """Offsets (x, y) from the agent of its view's cells, each [7 * 7], rows from far to near, columns left to right."""
+    row, column = np.divmod(np.arange(VIEW * VIEW), VIEW)
+    ahead, aside = VIEW - 1 - row, column - VIEW // 2
+    forward_x, forward_y = heading(direction)  # a quarter turn right of (x, y) is (-y, x)
+    return forward_x * ahead - forward_y * aside, forward_y * ahead + forward_x * aside
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniGrid:
+    """One MiniGrid id: static constants and pure functions of one environment's state.
+
+    | what        | values                                                                                            |
+    | ----------- | ------------------------------------------------------------------------------------------------- |
+    | action      | 0 left, 1 right, 2 forward, 3 pick up, 4 drop, 5 toggle, 6 done (Dynamic-Obstacles: only 0 to 2)  |
+    | observation | image [7, 7, 3] uint8, axes (column, row, code), (object, colour, state); direction 0 to 3        |
+    | reward      | `1 - 0.9 * step_count / max_steps` on success, else 0 (Dynamic-Obstacles: -1 for a collision)     |
+    | terminated  | goal or lava entered, or what the family's `end_rule` says                                        |
+    | truncated   | left to the caller: `state.step_count >= state.max_steps`. No auto-reset in `step` either         |
+    """
+
+    env_id: str
+    width: int
+    height: int
+    max_steps: int
+    level: Callable[["MiniGrid", jax.Array], State]  # the family's generator
+    end_rule: Callable | None = None  # (before, action, after) -> (success, failure), on top of goal and lava
+    see_through_walls: bool = False
+    num_obstacles: int = 0
+    can_pick_up: bool = True  # in Memory, picking up counts as toggling
+
+    @property
+    def num_actions(self):
+        return 3 if self.num_obstacles else 7
+
+    def reset(self, key):
+        """An independent draw from Farama's distribution of levels."""
+        return self.level(self, key)
+
+    def step(self, state, action):
+        """(state, action [] int) -> (state, reward [] float32, terminated [] bool)."""
+        if not self.num_obstacles:
+            return self.transition(state, action, state.marks)
+        key, move_key = jax.random.split(state.key)
+        return self.transition(state._replace(key=key), action, self.move_obstacles(state, move_key))
+
+    def transition(self, state, action, marks):
+        """`step` without its randomness: `marks` is [M], where the obstacles go (elsewhere `state.marks` itself)."""
+        grid, old_front = state.grid, self.front(state)
+        before = at(grid, old_front)
+        if self.num_obstacles:
+            action = jnp.where(action < self.num_actions, action, LEFT)
+            grid = put(put(grid, state.marks, EMPTY), marks, BLUE_BALL)
+        if not self.can_pick_up:
+            action = jnp.where(action == PICKUP, TOGGLE, action)
+        cell = at(grid, old_front)
+        kind, colour = cell & 0xF8, cell & 7
+        forward, pickup, drop, toggle = (action == a for a in (FORWARD, PICKUP, DROP, TOGGLE))
+
+        enter = forward & ((kind == EMPTY) | (kind == FLOOR) | (kind == DOOR_OPEN) | (kind == GOAL) | (kind == LAVA))
+        take = pickup & ((kind == KEY) | (kind == BALL) | (kind == BOX)) & (state.carrying == EMPTY)
+        leave = drop & (kind == EMPTY) & (state.carrying != EMPTY)
+        unlock = (kind == DOOR_LOCKED) & (state.carrying == KEY + colour)
+        toggled = jnp.where((kind == DOOR_CLOSED) | unlock, DOOR_OPEN + colour, cell)
+        toggled = jnp.where(kind == DOOR_OPEN, DOOR_CLOSED + colour, jnp.where(kind == BOX, EMPTY, toggled))
+        new_cell = jnp.where(toggle, toggled, jnp.where(take, EMPTY, jnp.where(leave, state.carrying, cell)))
+
+        turn = jnp.where(action == LEFT, 3, jnp.where(action == RIGHT, 1, 0))
+        after = state._replace(
+            grid=put(grid, old_front, new_cell),
+            position=jnp.where(enter, old_front, state.position),
+            direction=(state.direction + turn) % 4,
+            carrying=jnp.where(take, cell, jnp.where(leave, jnp.uint8(EMPTY), state.carrying)),
+            step_count=state.step_count + 1,
+            marks=marks,
+        )
+        success, failure = forward & (kind == GOAL), forward & (kind == LAVA)
+        if self.end_rule:
+            won, lost = self.end_rule(state, action, after)
+            success, failure = (success | won) & ~lost, failure | lost
+        reward = jnp.where(success, 1 - 0.9 * (after.step_count / after.max_steps), 0.0)
+        if self.num_obstacles:  # judged by what stood in front before the obstacles moved, walls included
+            crash = forward & (before != EMPTY) & (before & 0xF8 != GOAL)
+            reward, failure = jnp.where(crash, -1.0, reward), failure | crash
+        return after, reward.astype(jnp.float32), success | failure
+
+    def front(self, state):
+        """The cell in front of the agent."""
+        x, y = heading(state.direction)
+        return state.position + y * self.width + x
+
+    def move_obstacles(self, state, key):
+        """[M] the obstacles' next cells: one after the other, each to a free cell around it, uniformly, or it stays.
+
+        Farama gives up after 101 blind tries; that it then stays although a cell is free has probability < 1e-5.
+        """
+        around = np.array([y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)])
+        uniforms = jax.random.uniform(key, (self.num_obstacles,))
+        grid, moved = put(state.grid, state.position, GREY_WALL), []  # nothing moves to where the agent is
+        for old, uniform in zip(state.marks, uniforms, strict=True):
+            free = at(grid, old + around) == EMPTY
+            choice = pick(uniform, free)
+            new = jnp.where(free.any(), old + (choice // 3 - 1) * self.width + choice % 3 - 1, old)
+            grid = put(put(grid, old, EMPTY), new, BLUE_BALL)
+            moved.append(new)
+        return jnp.stack(moved)
+
+    def view(self, state):
+        """[7, 7] uint8 packed cells (row, column) of the agent's view, UNSEEN where walls or doors hide them."""
+        offset_x, offset_y = view_cells(state.direction)
+        x, y = state.position % self.width + offset_x, state.position // self.width + offset_y
+        inside = (x >= 0) & (x < self.width) & (y >= 0) & (y < self.height)
+        grid = put(state.grid, state.position, state.carrying)  # what it carries is seen where it stands
+        cells = jnp.where(inside, at(grid, jnp.where(inside, y * self.width + x, 0)), GREY_WALL)
+        if self.see_through_walls:
+            return cells.reshape(VIEW, VIEW)
+        clear = (cells & 0xF8 != WALL) & (cells < DOOR_CLOSED)
+        clear = jnp.where(clear, np.tile(1 << np.arange(VIEW), VIEW), 0).reshape(VIEW, VIEW).sum(1)
+        table, lit, rows = visibility_table(), jnp.int32(1 << VIEW // 2), []
+        for row in reversed(range(VIEW)):
+            entry = at(table, clear[row] * 128 + lit).astype(jnp.int32)
+            rows.append(entry & 127)
+            lit = entry >> VIEW
+        seen = jnp.stack(rows[::-1])[:, None] >> np.arange(VIEW) & 1
+        return jnp.where(seen == 1, cells.reshape(VIEW, VIEW), UNSEEN)
+
+    def observe(self, state):
+        """Farama's partial observation: {"image": [7, 7, 3] uint8, "direction": [] int32}."""
+        return {"image": unpack(self.view(state).T), "direction": state.direction}
+
+    def observe_rgb(self, state):
+        """[56, 56, 3] uint8: the partial view at 8 pixels a tile (Farama's RGBImgPartialObsWrapper(tile_size=8))."""
+        agent = np.arange(VIEW * VIEW).reshape(VIEW, VIEW) == (VIEW - 1) * VIEW + VIEW // 2
+        tiles = self.view(state).astype(jnp.int32) + 128 * agent
+        rows = tiles[:, None] * 8 + np.arange(8)[:, None]  # [7, 8, 7], the order of the picture: no transposition
+        return at(tile_table().reshape(256 * 8, 24), rows).reshape(VIEW * 8, VIEW * 8, 3)
+
+    def render(self, state, tile_size=32):
+        """[H * tile_size, W * tile_size, 3] uint8 of one state, what the agent sees lit up; on the host."""
+        state = jax.tree.map(np.asarray, state._replace(key=None))
+        position, direction = int(state.position), int(state.direction)
+        offset_x, offset_y = view_cells(direction)
+        x, y = position % self.width + offset_x, position // self.width + offset_y
+        seen = np.asarray(self.view(state)).ravel() != UNSEEN
+        seen &= np.asarray((x >= 0) & (x < self.width) & (y >= 0) & (y < self.height))
+        lit = set(np.asarray(y * self.width + x)[seen].tolist())
+        tiles = [
+            draw_tile(cell, direction if i == position else None, i in lit, tile_size)
+            for i, cell in enumerate(state.grid.tolist())
+        ]
+        image = np.reshape(tiles, (self.height, self.width, tile_size, tile_size, 3))
+        return image.swapaxes(1, 2).reshape(self.height * tile_size, self.width * tile_size, 3)
+
+
+def at(table, index):
+    """`table[index]` for an index known to lie inside: without the clamping, which costs more than the look-up."""
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
+
+
+def put(grid, cells, value):
+    """The grid with `value` in one cell ([]) or several ([M]). A select: a scatter is slower on a CPU."""
+    numbers = np.arange(grid.shape[-1], dtype=np.int32)
+    chosen = numbers == cells if jnp.ndim(cells) == 0 else (numbers == cells[:, None]).any(0)
+    return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
+
+
+# End rules: (before, action, after) -> (success, failure) ------------------------------------------------------------
+
+
+def memory_end(before, action, after):
+    """The cell beside the matching object, or beside the other one."""
+    return after.position == after.marks[0], after.position == after.marks[1]
+
+
+def door_end(before, action, after):
+    """The door is open after a toggle."""
+    return (action == TOGGLE) & (at(after.grid, after.marks[0]) & 0xF8 == DOOR_OPEN), jnp.bool_(False)
+
+
+def pickup_end(before, action, after, kind):
+    """The agent holds the object of the mission: the only one of its kind in these levels."""
+    return (action == PICKUP) & (after.carrying & 0xF8 == kind), jnp.bool_(False)
+
+
+def red_blue_end(before, action, after):
+    """The blue door opened: success if the red one was open before. Red opened when blue was: failure."""
+    red, blue = (at(before.grid, before.marks[i]) & 0xF8 == DOOR_OPEN for i in range(2))
+    red_after, blue_after = (at(after.grid, after.marks[i]) & 0xF8 == DOOR_OPEN for i in range(2))
+    return blue_after & red, (blue_after & ~red) | (~blue_after & red_after & blue)
+
+
+# Level generators: (env, key) -> State -------------------------------------------------------------------------------
+# One call draws all uniforms of a level. Where Farama tries random cells until one fits, the generators number the
+# cells that fit and draw once: the same distribution without a loop, sort or score per cell.
+
+
+def below(uniform, n):
+    """Uniform integer below n from a uniform float."""
+    return (uniform * n).astype(jnp.int32)
+
+
+def below_except(uniform, n, taken):
+    """Uniform integer below n that is not in the ascending list `taken`; returns it and the list with it."""
+    number = below(uniform, n - len(taken))
+    for other in taken:
+        number += number >= other
+    larger, ascending = number, []
+    for other in taken:
+        ascending.append(jnp.minimum(larger, other))
+        larger = jnp.maximum(larger, other)
+    return number, [*ascending, larger]
+
+
+def pick(uniform, allowed):
+    """Uniformly one of the true entries of `allowed` ([n] bool), as its index."""
+    rank = jnp.cumsum(allowed.astype(jnp.int32))
+    return (rank <= below(uniform, rank[-1])).sum(dtype=jnp.int32)
+
+
+def coordinates(env):
+    """Numpy (x, y) of every cell, each [H * W] int32."""
+    y, x = np.divmod(np.arange(env.height * env.width, dtype=np.int32), env.width)
+    return x, y
+
+
+def walled(env, extra=False):
+    """[H * W] uint8: empty cells within the outer walls, plus walls where `extra`."""
+    x, y = coordinates(env)
+    border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
+    return jnp.where(border | extra, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+
+
+def inner(env, number, left=1, top=1, width=None):
+    """Cell number `number`, row by row, of the rectangle with top left cell (left, top); else the interior."""
+    width = env.width - 2 if width is None else width
+    return (top + number // width) * env.width + left + number % width
+
+
+def start(env, grid, position, direction, marks=(), key=None):
+    """The state at the start of an episode."""
+    marks = jnp.stack([jnp.asarray(m, jnp.int32) for m in marks]) if marks else jnp.zeros(0, jnp.int32)
+    as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
+    carrying, steps = jnp.uint8(EMPTY), as_int(0)
+    return State(grid, as_int(position), as_int(direction), carrying, steps, as_int(env.max_steps), marks, key)
+
+
+def empty_level(env, key, random_start=False):
+    """A room with the goal in its bottom right corner; obstacles (if any) in other free cells, one at a time."""
+    key, level_key = jax.random.split(key) if env.num_obstacles else (None, key)
+    num_cells = (env.width - 2) * (env.height - 2)
+    position, direction, taken = jnp.int32(0), 0, [jnp.int32(0), jnp.int32(num_cells - 1)]
+    u = jax.random.uniform(level_key, (2 + env.num_obstacles,))
+    if random_start:
+        position, direction = below(u[0], num_cells - 1), below(u[1], 4)
+        taken[0] = position
+    obstacles = []
+    for i in range(env.num_obstacles):
+        number, taken = below_except(u[2 + i], num_cells, taken)
+        obstacles.append(inner(env, number))
+    grid = put(walled(env), inner(env, num_cells - 1), GREEN_GOAL)
+    if obstacles:
+        grid = put(grid, jnp.stack(obstacles), BLUE_BALL)
+    return start(env, grid, inner(env, position), direction, obstacles, key)
+
+
+def door_key_level(env, key):
+    """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
+    u = jax.random.uniform(key, (5,))
+    wall = 2 + below(u[0], env.width - 4)
+    room = (wall - 1) * (env.height - 2)
+    position, taken = below_except(u[1], room, [])
+    yellow_key, _ = below_except(u[2], room, taken)
+    door = (1 + below(u[3], env.height - 3)) * env.width + wall
+    grid = put(walled(env, coordinates(env)[0] == wall), door, DOOR_LOCKED + YELLOW)
+    grid = put(grid, inner(env, yellow_key, width=wall - 1), KEY + YELLOW)
+    grid = put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
+    return start(env, grid, inner(env, position, width=wall - 1), below(u[4], 4))
+
+
+def four_rooms_level(env, key):
+    """Four rooms joined by one gap in each wall; agent and goal in any two free cells, gaps included."""
+    u = jax.random.uniform(key, (7,))
+    x, y = coordinates(env)
+    middle = env.width // 2
+    room = middle - 1
+    top, bottom, left, right = 1 + below(u[:4], room) + np.array([0, middle, 0, middle])
+    gaps = jnp.stack((top * env.width + middle, bottom * env.width + middle, middle * env.width + left,
+                      middle * env.width + right))  # fmt: skip
+    grid = put(walled(env, (x == middle) | (y == middle)), gaps, EMPTY)
+
+    def free_cell(number):  # the rooms' cells first, across the walls, then the four gaps
+        column, row = number % (2 * room), number // (2 * room)
+        inside = (1 + row + (row >= room)) * env.width + 1 + column + (column >= room)
+        return jnp.where(number < 4 * room**2, inside, at(gaps, jnp.clip(number - 4 * room**2, 0)))
+
+    position, taken = below_except(u[4], 4 * room**2 + 4, [])
+    goal, _ = below_except(u[5], 4 * room**2 + 4, taken)
+    return start(env, put(grid, free_cell(goal), GREEN_GOAL), free_cell(position), below(u[6], 4))
+
+
+def lava_gap_level(env, key):
+    """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
+    u = jax.random.uniform(key, (2,))
+    x, y = coordinates(env)
+    gap_x, gap_y = 2 + below(u[0], env.width - 4), 1 + below(u[1], env.height - 2)
+    lava = (x == gap_x) & (y != gap_y) & (y > 0) & (y < env.height - 1)
+    grid = jnp.where(lava, jnp.uint8(RED_LAVA), walled(env))
+    return start(env, put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL), env.width + 1, 0)
+
+
+def dist_shift_level(env, key, second_row):
+    """Two strips of lava, the second near the first or far from it; nothing is random."""
+    x, y = coordinates(env)
+    lava = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
+    grid = jnp.where(lava, jnp.uint8(RED_LAVA), walled(env))
+    return start(env, put(grid, 2 * env.width - 2, GREEN_GOAL), env.width + 1, 0)
+
+
+def crossing_level(env, key, num_crossings, obstacle):
+    """Rivers of lava or wall on even rows and columns, each with an opening on a random way to the goal."""
+    x, y = coordinates(env)
+    lines = np.arange(2, env.width - 2, 2)
+    u = jax.random.uniform(key, (2 * len(lines) + 2 * num_crossings,))
+    chosen, left = [], num_crossings  # a subset of fixed size: take each river with the chance that is left for it
+    for i in range(2 * len(lines)):
+        chosen.append(u[i] * (2 * len(lines) - i) < left)
+        left = left - chosen[-1]
+    columns, rows = jnp.stack(chosen[: len(lines)]), jnp.stack(chosen[len(lines) :])
+    in_column = ((x[:, None] == lines) & columns).any(1)
+    in_row = ((y[:, None] == lines) & rows).any(1)
+    river = (in_column | in_row) & (x > 0) & (y > 0) & (x < env.width - 1) & (y < env.height - 1)
+    grid = jnp.where(river, jnp.uint8(obstacle), walled(env))
+
+    room_x = room_y = jnp.int32(0)  # the rivers just crossed, left of and above the current room
+    for order, place in u[2 * len(lines) :].reshape(num_crossings, 2):
+        columns_left, rows_left = columns & (lines > room_x), rows & (lines > room_y)
+        next_x = jnp.where(columns_left, lines, env.width - 1).min()
+        next_y = jnp.where(rows_left, lines, env.height - 1).min()
+        across = order * (columns_left.sum() + rows_left.sum()) < columns_left.sum()
+        opening_x = jnp.where(across, next_x, room_x + 1 + below(place, next_x - room_x - 1))
+        opening_y = jnp.where(across, room_y + 1 + below(place, next_y - room_y - 1), next_y)
+        grid = put(grid, opening_y * env.width + opening_x, EMPTY)
+        room_x, room_y = jnp.where(across, next_x, room_x), jnp.where(across, room_y, next_y)
+    return start(env, put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL), env.width + 1, 0)
+
+
+def memory_level(env, key, random_length=False):
+    """A key or ball in the start room; a hallway leads to a junction with one of each: go to the same one.
+
+    `marks` are the cells beside the matching and beside the other object.
+    """
+    u = jax.random.uniform(key, (4,))
+    x, y = coordinates(env)
+    middle, end = env.height // 2, env.width - 3
+    if random_length:
+        end = 4 + below(u[0], env.width - 6)
+    room = (x >= 1) & (x <= 4) & (abs(y - middle) == 2) | (x == 4) & (abs(y - middle) == 1)
+    hallway = (x >= 5) & (x < end) & (abs(y - middle) == 1)
+    junction = (x == end) & (y != middle) | (x == end + 2)
+    shown, upper = u[1] < 0.5, u[2] < 0.5  # is it a key?
+    key_ball = lambda is_key: jnp.where(is_key, KEY + GREEN, BALL + GREEN)
+    grid = put(walled(env, room | hallway | junction), (middle - 1) * env.width + 1, key_ball(shown))
+    beside = middle * env.width + end + 1
+    grid = put(put(grid, beside - 2 * env.width, key_ball(upper)), beside + 2 * env.width, key_ball(~upper))
+    up = jnp.where(shown == upper, -1, 1) * env.width
+    return start(env, grid, middle * env.width + 1 + below(u[3], end), 0, (beside + up, beside - up))
+
+
+def agent_beside_nothing(env, uniform, grid, cells):
+    """Agent's (cell, direction), uniform over those of `cells` ([n] numpy) where only a wall or nothing is in front."""
+    ahead = np.array([1, env.width, -1, -env.width])
+    front = at(grid, (cells[:, None] + ahead).ravel())
+    allowed = (at(grid, np.repeat(cells, 4)) == EMPTY) & ((front == EMPTY) | (front == GREY_WALL))
+    choice = pick(uniform, allowed)
+    return at(cells, choice // 4), choice % 4
+
+
+def unlock_level(env, key, box=False, ball=False):
+    """Two 6x6 rooms, a locked door between them, key and agent in the left one; box behind, ball before the door."""
+    u = jax.random.uniform(key, (7,))
+    x, _ = coordinates(env)
+    door = (1 + below(u[0], 4)) * env.width + 5
+    colour, box_colour = below(u[1], 6), below(u[2], 6)
+    grid = put(walled(env, x == 5), door, DOOR_LOCKED + colour)
+    if box:  # not on or beside (8, 3): RoomGrid's provisional place of the agent, in the middle of the right room
+        cells = np.array([i for i in range(16) if abs(i % 4 - 2) + abs(i // 4 - 2) > 1])
+        cell = inner(env, at(cells, below(u[3], len(cells))), left=6, width=4)
+        grid = put(grid, cell, BOX + box_colour)
+    taken = []
+    if ball:
+        grid = put(grid, door - 1, BALL + below(u[4], 6))
+        taken = [4 * (door // env.width) - 1]
+    number, _ = below_except(u[5], 16, taken)
+    grid = put(grid, inner(env, number, width=4), KEY + colour)
+    position, direction = agent_beside_nothing(env, u[6], grid, inner(env, np.arange(16), width=4))
+    return start(env, grid, position, direction, (door,))
+
+
+def red_blue_doors_level(env, key):
+    """A room in the middle with a red door in its left and a blue one in its right wall, agent inside."""
+    u = jax.random.uniform(key, (4,))
+    x, _ = coordinates(env)
+    size = env.height
+    left, right = size // 2, size // 2 + size - 1
+    red = (1 + below(u[0], size - 2)) * env.width + left
+    blue = (1 + below(u[1], size - 2)) * env.width + right
+    grid = put(walled(env, (x == left) | (x == right)), red, DOOR_CLOSED + RED)
+    position = inner(env, below(u[2], (size - 2) ** 2), left=left + 1, width=size - 2)
+    return start(env, put(grid, blue, DOOR_CLOSED + BLUE), position, below(u[3], 4), (red, blue))
+
+
+def key_corridor_level(env, key):
+    """Three columns of 1x1 rooms: a hallway, a key on its left, and on its right a ball behind a locked door.
+
+    Farama's `connect_all` adds doors in a random order until every room can be reached. So give each possible door a
+    random time and open those up to the moment at which the last room is reached.
+    """
+    num_rows = env.height // 2
+    u = jax.random.uniform(key, (5 + 8 * num_rows,))
+    x, y = coordinates(env)
+    behind, key_row = below(u[0], num_rows), below(u[1], num_rows)
+    colour = below(u[2], 6)
+    grid = walled(env, (x % 2 == 0) | ((y % 2 == 0) & (x != 3)))
+    grid = put(grid, (2 * behind + 1) * env.width + 4, DOOR_LOCKED + colour)
+    grid = put(grid, (2 * behind + 1) * env.width + 5, BALL + below(u[3], 6))
+    grid = put(grid, (2 * key_row + 1) * env.width + 1, KEY + colour)
+    middle = 2 * (num_rows // 2) + 1  # the agent's room, with the removed walls above and below it
+    cells = np.array([r * env.width + 3 for r in range(middle - 1, middle + 2) if 0 < r < env.height - 1])
+    position, direction = agent_beside_nothing(env, u[4], grid, cells)
+
+    # [R, 4] possible doors of each row: left room to hallway, hallway to right room, left and right room downwards
+    times, colours = u[5:].reshape(2, num_rows, 4)
+    row = np.arange(num_rows)[:, None]
+    locked, bottom = row == behind, row == num_rows - 1
+    never = jnp.concatenate((row < 0, locked, bottom, bottom | locked | (row + 1 == behind)), axis=1)
+    times = jnp.where(never, jnp.inf, times)
+    reached = list(times[:, :2])  # when the rooms of each row are reached: first from above, then from below
+    for r in range(1, num_rows):
+        reached[r] = jnp.minimum(reached[r], jnp.maximum(reached[r - 1], times[r - 1, 2:]))
+    for r in range(num_rows - 2, -1, -1):
+        reached[r] = jnp.minimum(reached[r], jnp.maximum(reached[r + 1], times[r, 2:]))
+    reached = jnp.stack(reached)
+    opened = times <= jnp.where(jnp.isinf(reached), 0, reached).max()  # infinite only where the lock is the way in
+    places = (2 * row + np.array([1, 1, 2, 2])) * env.width + np.array([2, 4, 1, 5])
+    for r, d in np.ndindex(num_rows, 4):
+        if d < 2 or r < num_rows - 1:
+            door = DOOR_CLOSED + below(colours[r, d], 6)
+            grid = put(grid, jnp.where(opened[r, d], int(places[r, d]), -1), door)
+    return start(env, grid, position, direction)
+
+
+# The ids --------------------------------------------------------------------------------------------------------------
+
+
+def list_environments():
+    """Every id -> its environment, with the sizes and limits of Farama's registry."""
+    envs, through, no_pickup = {}, {"see_through_walls": True}, {"can_pick_up": False}
+
+    def add(name, width, height, max_steps, level, end_rule=None, constants=None, **options):
+        level = functools.partial(level, **options) if options else level
+        env_id = f"MiniGrid-{name}-v0"
+        envs[env_id] = MiniGrid(env_id, width, height, max_steps, level, end_rule, **(constants or {}))
+
+    for n in (5, 6, 8, 16):
+        add(f"Empty-{n}x{n}", n, n, 4 * n**2, empty_level, None, through)
+    for n in (5, 6):
+        add(f"Empty-Random-{n}x{n}", n, n, 4 * n**2, empty_level, None, through, random_start=True)
+    for n in (5, 6, 8, 16):
+        add(f"DoorKey-{n}x{n}", n, n, 10 * n**2, door_key_level)
+    add("FourRooms", 19, 19, 100, four_rooms_level)
+    for n in (5, 6, 7):
+        add(f"LavaGapS{n}", n, n, 4 * n**2, lava_gap_level)
+    for i, row in ((1, 2), (2, 5)):
+        add(f"DistShift{i}", 9, 7, 4 * 9 * 7, dist_shift_level, None, through, second_row=row)
+    for name, obstacle in (("Lava", RED_LAVA), ("Simple", GREY_WALL)):
+        for n, k in ((9, 1), (9, 2), (9, 3), (11, 5)):
+            options = {"num_crossings": k, "obstacle": obstacle}
+            add(f"{name}CrossingS{n}N{k}", n, n, 4 * n**2, crossing_level, **options)
+    for n in (7, 9, 11, 13):
+        add(f"MemoryS{n}", n, n, 5 * n**2, memory_level, memory_end, no_pickup)
+    for n in (13, 17):
+        add(f"MemoryS{n}Random", n, n, 5 * n**2, memory_level, memory_end, no_pickup, random_length=True)
+    take_box, take_ball = (functools.partial(pickup_end, kind=kind) for kind in (BOX, BALL))
+    add("Unlock", 11, 6, 8 * 6**2, unlock_level, door_end)
+    add("UnlockPickup", 11, 6, 8 * 6**2, unlock_level, take_box, box=True)
+    add("BlockedUnlockPickup", 11, 6, 16 * 6**2, unlock_level, take_box, box=True, ball=True)
+    for n in (6, 8):
+        add(f"RedBlueDoors-{n}x{n}", 2 * n, n, 20 * n**2, red_blue_doors_level, red_blue_end)
+    for rows in (1, 2, 3):
+        add(f"KeyCorridorS3R{rows}", 7, 2 * rows + 1, 30 * 3**2, key_corridor_level, take_ball)
+    for n, k in ((5, 2), (6, 3), (8, 4), (16, 8)):
+        for name, random_start in (("", False), ("Random-", True))[: 2 if n < 8 else 1]:
+            constants = through | {"num_obstacles": k}
+            name = f"Dynamic-Obstacles-{name}{n}x{n}"
+            add(name, n, n, 4 * n**2, empty_level, None, constants, random_start=random_start)
+    return envs
+
+
+ENVIRONMENTS = list_environments()
+
+
+def find_env(env_id):
+    """The environment of an id, with or without `MiniGrid-` and `-v0`; UsageError with the nearest ids if unknown."""
+    full_id = f"MiniGrid-{env_id.removeprefix('MiniGrid-').removesuffix('-v0')}-v0"
+    if full_id not in ENVIRONMENTS:
+        lower = {known.lower(): known for known in ENVIRONMENTS}
+        nearest = [lower[match] for match in difflib.get_close_matches(full_id.lower(), lower, n=3, cutoff=0)]
+        raise UsageError(f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)} (--list-envs lists all)")
+    return ENVIRONMENTS[full_id]
+
+
+def make_env(args):
+    return find_env(args.env_id)
+
+
+# Drawing --------------------------------------------------------------------------------------------------------------
+
+RGB = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]])  # of COLOURS
+
+
+@functools.cache
+def draw_tile(cell, direction, lit, size):
+    """[size, size, 3] uint8 of one packed cell, with the agent on it if `direction` is given, brighter if `lit`.
+
+    Shapes and colours are Farama's, in units of the tile, drawn at three times the size and averaged.
+    """
+    axis = (np.arange(3 * size) + 0.5) / (3 * size)
+    x, y = np.meshgrid(axis, axis)
+    image = np.zeros((3 * size, 3 * size, 3), np.uint8)
+    kind, colour, grey, black = cell & 0xF8, RGB[min(cell & 7, 5)], RGB[GREY], (0, 0, 0)
+
+    def box(left, right, top, bottom, fill):
+        image[(x >= left) & (x <= right) & (y >= top) & (y <= bottom)] = fill
+
+    def disc(centre_x, centre_y, radius, fill):
+        image[(x - centre_x) ** 2 + (y - centre_y) ** 2 <= radius**2] = fill
+
+    box(0, 0.031, 0, 1, grey)  # the grid lines
+    box(0, 1, 0, 0.031, grey)
+    if kind in (WALL, GOAL):
+        box(0, 1, 0, 1, colour)
+    elif kind == FLOOR:
+        box(0.031, 1, 0.031, 1, colour // 2)
+    elif kind == LAVA:
+        box(0, 1, 0, 1, (255, 128, 0))
+        for i, top in np.ndindex(4, 3):  # three waves of four strokes, each 0.2 wide, 0.1 high and 0.06 thick
+            start_x, start_y, slope = 0.1 + 0.2 * i, 0.3 + 0.2 * top + 0.1 * (i % 2), 0.5 - i % 2
+            along = np.clip(((x - start_x) + slope * (y - start_y)) / (1 + slope**2), 0, 0.2)
+            stroke = np.hypot(x - start_x - along, y - start_y - slope * along) <= 0.03
+            box_y = np.abs(y - start_y - 0.1 * slope) <= 0.08 + 1e-9
+            image[stroke & (np.abs(x - start_x - 0.1) <= 0.13 + 1e-9) & box_y] = black
+    elif kind == DOOR_OPEN:
+        box(0.88, 1, 0, 1, colour)
+        box(0.92, 0.96, 0.04, 0.96, black)
+    elif kind == DOOR_LOCKED:
+        box(0, 1, 0, 1, colour)
+        box(0.06, 0.94, 0.06, 0.94, (0.45 * colour).astype(np.uint8))
+        box(0.52, 0.75, 0.5, 0.56, colour)
+    elif kind == DOOR_CLOSED:
+        for inset, fill in ((0, colour), (0.04, black), (0.08, colour), (0.12, black)):
+            box(inset, 1 - inset, inset, 1 - inset, fill)
+        disc(0.75, 0.5, 0.08, colour)
+    elif kind == KEY:
+        box(0.5, 0.63, 0.31, 0.88, colour)
+        box(0.38, 0.5, 0.59, 0.66, colour)
+        box(0.38, 0.5, 0.81, 0.88, colour)
+        disc(0.56, 0.28, 0.19, colour)
+        disc(0.56, 0.28, 0.064, black)
+    elif kind == BALL:
+        disc(0.5, 0.5, 0.31, colour)
+    elif kind == BOX:
+        box(0.12, 0.88, 0.12, 0.88, colour)
+        box(0.18, 0.82, 0.18, 0.82, black)
+        box(0.16, 0.84, 0.47, 0.53, colour)
+    if direction is not None:  # a triangle that points to where the agent looks: turn the pixels into its frame
+        cos, sin = (1, 0, -1, 0)[direction], (0, 1, 0, -1)[direction]
+        ahead, aside = 0.5 + cos * (x - 0.5) + sin * (y - 0.5), np.abs(cos * (y - 0.5) - sin * (x - 0.5))
+        image[(ahead >= 0.12) & (aside / 0.31 + (ahead - 0.12) / 0.75 < 1)] = RGB[RED]
+    if lit:
+        image = (image + 0.3 * (255 - image)).astype(np.uint8)
+    return image.reshape(size, 3, size, 3, 3).mean((1, 3)).astype(np.uint8)
+
+
+@functools.cache
+def tile_table():
+    """[256, 8, 8, 3] uint8: the tiles of the partial view by packed cell, plus 128 where the agent stands."""
+    known = {kind + colour for kind in range(EMPTY, DOOR_LOCKED + 8, 8) for colour in range(6)}
+    blank = draw_tile(EMPTY, None, False, 8)  # also of cells that are not seen
+    tiles = [draw_tile(c % 128, 3 if c >= 128 else None, True, 8) if c % 128 in known else blank for c in range(256)]
+    return np.stack(tiles)
+
+
+# ======================================================================================================================
+# Networks
+# ======================================================================================================================
+
+
+class Inputs(NamedTuple):
+    """What the agent takes in at a step: T steps of M environments."""
+
+    image: jax.Array  # [T, M, 7, 7, 3] uint8, or [T, M, 56, 56, 3] with --img-obs
+    direction: jax.Array  # [T, M]
+    action: jax.Array  # [T, M], the previous action; A for none
+    reward: jax.Array  # [T, M], the previous reward
+    start: jax.Array  # [T, M], True where the hidden state is reset before the step
+
+
+class Memory(NamedTuple):
+    """What the agent remembers from one step to the next."""
+
+    hidden: jax.Array  # [N, L, H]
+    action: jax.Array  # [N], the last action; A for none
+    reward: jax.Array  # [N], the last reward
+
+
+def patches(x, size, stride):
+    """[C, Y, X, B] -> [size * size * C, Y', X', B]: a convolution is one matrix product with these.
+
+    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a product is not. With
+    the batch last, the slices are copies of long runs.
+    """
+    height, width = ((n - size) // stride + 1 for n in x.shape[1:3])
+    last = lambda start, n: start + stride * (n - 1) + 1
+    slices = [x[:, i : last(i, height) : stride, j : last(j, width) : stride] for i, j in np.ndindex(size, size)]
+    return jnp.concatenate(slices)
+
+
+def gru(projected, recurrent, bias, hidden, start):
+    """Gated recurrent unit (https://arxiv.org/abs/1406.1078, with PyTorch's reset gate): hidden states [T, H, M].
+
+    `projected` [T, 3 H, M] are the inputs' products, done before the scan: only `recurrent` [3 H, H] is sequential.
+    """
+
+    def step(hidden, inputs):
+        projected, start = inputs
+        hidden = jnp.where(start, 0.0, hidden)
+        product = jnp.dot(recurrent, hidden.astype(recurrent.dtype), preferred_element_type=jnp.float32)
+        (reset_x, update_x, new_x), (reset_h, update_h, new_h) = (jnp.split(x, 3) for x in (projected, product))
+        update = jax.nn.sigmoid(update_x + update_h)
+        new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * (new_h + bias))
+        hidden = (1 - update) * new + update * hidden
+        return hidden, hidden
+
+    return jax.lax.scan(step, hidden, (projected, start))[1]
+
+
+class Agent(nn.Module):
+    """Encoder, stacked GRUs whose outputs are summed, actor and critic heads. Inside, the batch is the last axis."""
+
+    args: Args
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, inputs, hidden):
+        """`Inputs` of [T, M] and hidden states [M, L, H] before them.
+
+        Returns logits [T, M, A], values [T, M] and the hidden states [T, M, L, H] after every step.
+        """
+        args, dtype = self.args, jnp.bfloat16 if self.args.bf16 else jnp.float32
+        num_steps, num_envs = inputs.action.shape
+        size, hiddens = args.rnn_hidden_dim, []
+
+        def weight(name, shape, gain):
+            return self.param(name, nn.initializers.orthogonal(gain), shape).astype(dtype)
+
+        def dense(x, features, gain, name):  # [in, ...] -> [features, ...]
+            bias = self.param(f"{name}_bias", nn.initializers.zeros, (features, 1))
+            product = jnp.dot(
+                weight(name, (features, len(x)), gain),
+                x.astype(dtype).reshape(len(x), -1),
+                preferred_element_type=jnp.float32,
+            )
+            return (product + bias).reshape(features, *x.shape[1:])
+
+        image = inputs.image.reshape(-1, *inputs.image.shape[2:]).transpose(3, 1, 2, 0)  # [3, Y, X, B]
+        if args.img_obs:
+            x, layers = image.astype(dtype) / 255, ((16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2))
+        else:  # one-hot object, colour and state: the first layer on these is an embedding
+            codes = [image[i] == np.arange(n, dtype=np.uint8)[:, None, None, None] for i, n in enumerate(NUM_CODES)]
+            x, layers = jnp.concatenate(codes).astype(dtype), ((16, 2, 1), (32, 2, 1), (64, 2, 1))
+        for i, (features, extent, stride) in enumerate(layers):
+            x = nn.relu(dense(patches(x, extent, stride), features, math.sqrt(2), f"conv{i}")).astype(dtype)
+        direction, action = (x.reshape(-1) for x in (inputs.direction, inputs.action))
+        embedding = weight("action", (args.action_emb_dim, self.num_actions + 1), 1.0)
+        embedded = embedding @ jax.nn.one_hot(action, self.num_actions + 1, axis=0, dtype=dtype)
+        flat = x.reshape(-1, x.shape[-1]), jax.nn.one_hot(direction, 4, axis=0), embedded, inputs.reward.reshape(1, -1)
+        x = jnp.concatenate([part.astype(dtype) for part in flat])  # [F, B]
+
+        for i in range(args.rnn_num_layers):
+            projected = dense(x, 3 * size, 1.0, f"gru{i}").reshape(-1, num_steps, num_envs).swapaxes(0, 1)
+            recurrent = jnp.concatenate([weight(f"gru{i}_{gate}", (size, size), 1.0) for gate in GATES])
+            bias = self.param(f"gru{i}_new_bias", nn.initializers.zeros, (size, 1))
+            hiddens.append(gru(projected, recurrent, bias, hidden[:, i].T, inputs.start))
+            x = hiddens[-1].swapaxes(0, 1).reshape(size, -1)
+        x = sum(hiddens).swapaxes(0, 1).reshape(size, -1)  # [H, B]
+        actor = jnp.tanh(dense(x, args.head_hidden_dim, math.sqrt(2), "actor_hidden"))
+        critic = jnp.tanh(dense(x, args.head_hidden_dim, math.sqrt(2), "critic_hidden"))
+        logits = dense(actor, self.num_actions, 0.01, "actor").reshape(-1, num_steps, num_envs)
+        value = dense(critic, 1, 1.0, "critic").reshape(num_steps, num_envs)
+        return logits.transpose(1, 2, 0), value, jnp.stack(hiddens).transpose(1, 3, 0, 2)
+
+
+GATES = "reset", "update", "new"
+NUM_CODES = 11, 6, 3  # Farama's objects, colours and states
+
+
+def initial_memory(args, env, num_envs):
+    """The `Memory` before the first step of an episode."""
+    hidden = jnp.zeros((num_envs, args.rnn_num_layers, args.rnn_hidden_dim))
+    return Memory(hidden, jnp.full(num_envs, env.num_actions, jnp.int32), jnp.zeros(num_envs))
+
+
+def see(args, env, env_state, memory):
+    """`Inputs` of [1, N] for states [N] and a `Memory`."""
+    obs = jax.vmap(env.observe)(env_state)
+    image = jax.vmap(env.observe_rgb)(env_state) if args.img_obs else obs["image"]
+    inputs = Inputs(image, obs["direction"], memory.action, memory.reward, jnp.zeros(memory.action.shape, bool))
+    return jax.tree.map(lambda x: x[None], inputs)
+
+
+def init_params(args, key, env):
+    """Parameters of the agent, a dict of arrays."""
+    env_state = jax.vmap(env.reset)(jax.random.split(key, 1))
+    memory = initial_memory(args, env, 1)
+    return Agent(args, env.num_actions).init(key, see(args, env, env_state, memory), memory.hidden)
+
+
+def forward(args, env, params, inputs, hidden):
+    """Logits [T, M, A], values [T, M] and hidden states [T, M, L, H] of `Inputs` [T, M] that start from `hidden`."""
+    return Agent(args, env.num_actions).apply(params, inputs, hidden)
+
+
+# ======================================================================================================================
+# Optimizer
+# ======================================================================================================================
+
+
+def make_optimizer(args):
+    """Clips the gradients to a global norm, then Adam's direction; the caller scales it by the learning rate."""
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+
+
+def optimizer_update(args, grads, opt_state, params, learning_rate):
+    """One step of `make_optimizer`; returns (params, opt_state, norm of the gradients before clipping)."""
+    updates, opt_state = make_optimizer(args).update(grads, opt_state, params)
+    params = optax.apply_updates(params, optax.tree.scale(-learning_rate, updates))
+    return params, opt_state, optax.tree.norm(grads)
+
+
+def make_schedule(args):
+    """Learning rate as a function of the update."""
+    if args.anneal_lr:
+        return optax.linear_schedule(args.learning_rate, 0.0, args.num_updates)
+    return optax.constant_schedule(args.learning_rate)
+
+
+# ======================================================================================================================
+# PPO
+# ======================================================================================================================
+
+
+class Episodes(NamedTuple):
+    """Running and last finished episode of every environment, each [N].
+
+    Statistics are means over the environments' last finished episodes, so a short episode counts as much as a long one.
+    """
+
+    ret: jax.Array  # return of the running episode
+    length: jax.Array  # its length
+    last_ret: jax.Array  # of the last finished one, NaN before the first
+    last_length: jax.Array
+
+
+class Trajectory(NamedTuple):
+    """T steps of N environments. Both flags may be set at once, as in Gymnasium."""
+
+    inputs: Inputs  # of [T, N]
+    action: jax.Array  # [T, N]
+    logits: jax.Array  # [T, N, A]
+    value: jax.Array  # [T, N]
+    reward: jax.Array  # [T, N]
+    terminated: jax.Array  # [T, N]
+    truncated: jax.Array  # [T, N]
+    next_state: State  # of [T, N], successors before any reset
+    memory: Memory  # of [T, N], after the step and before any reset
+
+
+class Batch(NamedTuple):
+    """What the loss needs: T steps of M environments."""
+
+    inputs: Inputs  # of [T, M]
+    action: jax.Array  # [T, M]
+    logprob: jax.Array  # [T, M]
+    advantage: jax.Array  # [T, M]
+    ret: jax.Array  # [T, M], the critic's target
+    value: jax.Array  # [T, M]
+
+
+def select_logprob(logits, action):
+    """Log-probabilities [..., A] and that of the actions [...]."""
+    logprobs = jax.nn.log_softmax(logits)
+    chosen = action[..., None] == jnp.arange(logits.shape[-1])  # a sum over few actions is cheaper than a gather
+    return logprobs, (logprobs * chosen).sum(-1)
+
+
+def sample_action(logits, uniform):
+    """Actions [...] drawn from logits [..., A] with one uniform each, by inverting the cumulative distribution."""
+    cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
+    return (uniform[..., None] >= cumulative[..., :-1]).sum(-1)
+
+
+def where_envs(condition, new, old):
+    """Trees of [N, ...]: `new` where the condition [N] holds."""
+    expand = lambda x: condition.reshape(-1, *[1] * (x.ndim - 1))
+    return jax.tree.map(lambda new, old: jnp.where(expand(old), new, old), new, old)
+
+
+def rollout(args, env, params, env_state, memory, episodes, key):
+    """Takes T steps in N environments that reset themselves; returns (env_state, memory, episodes, trajectory)."""
+    action_key, reset_key = jax.random.split(key)
+    num_envs = episodes.length.shape[0]
+    # All random numbers in two calls: far cheaper than splitting a key per step and environment.
+    uniforms = jax.random.uniform(action_key, (args.num_steps, num_envs))
+    resets = jax.vmap(jax.vmap(env.reset))(jax.random.split(reset_key, (args.num_steps, num_envs)))
+    blank = initial_memory(args, env, num_envs)
+
+    def step(carry, inputs):
+        env_state, memory, episodes = carry
+        uniform, reset_state = inputs
+        seen = see(args, env, env_state, memory)
+        logits, value, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
+        action = sample_action(logits, uniform)
+        next_state, reward, terminated = jax.vmap(env.step)(env_state, action)
+        ret, length = episodes.ret + reward, episodes.length + 1
+        truncated = next_state.step_count >= env.max_steps
+        done = terminated | truncated
+        ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
+        episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
+        seen, after = jax.tree.map(lambda x: x[0], seen), Memory(hidden, action, reward)
+        memory = where_envs(done & args.reset_hidden, blank, after)
+        env_state = where_envs(done, reset_state, next_state)
+        outcome = reward, terminated, truncated, next_state._replace(key=None), after
+        return (env_state, memory, episodes), Trajectory(seen, action, logits, value, *outcome)
+
+    carry, trajectory = jax.lax.scan(step, (env_state, memory, episodes), (uniforms, resets))
+    if args.reset_hidden:  # tell the replay; the hidden state that the first step starts from is already reset
+        start = (trajectory.terminated | trajectory.truncated)[:-1]
+        start = jnp.concatenate([jnp.zeros((1, num_envs), bool), start])
+        trajectory = trajectory._replace(inputs=trajectory.inputs._replace(start=start))
+    return *carry, trajectory
+
+
+def trajectory_values(args, env, params, trajectory):
+    """Values [T, N] of the true successors, also where an episode was truncated, given the hidden state before it."""
+
+    def successor_values(step):  # after the steps [N], one of each environment
+        pick_step = lambda x: x[step, jnp.arange(step.shape[0])]
+        env_state, memory = jax.tree.map(pick_step, (trajectory.next_state, trajectory.memory))
+        return forward(args, env, params, see(args, env, env_state, memory), memory.hidden)[1][0]
+
+    num_steps, num_envs = trajectory.reward.shape
+    last_values = successor_values(jnp.full(num_envs, num_steps - 1))
+    next_values = jnp.concatenate([trajectory.value[1:], last_values[None]])
+    # An environment is truncated at most once in max_steps steps: gather that one successor and value it.
+    for start in range(0, num_steps, env.max_steps):
+        window = slice(start, start + env.max_steps)
+        truncated = trajectory.truncated[window]
+        final_values = successor_values(start + truncated.argmax(0))
+        next_values = next_values.at[window].set(jnp.where(truncated, final_values, next_values[window]))
+    return next_values
+
+
+def compute_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438); all arrays [T, N].
+
+    `next_values` are the values of the true successors. A termination has no successor value; both a termination and
+    a truncation end the recursion. Returns the advantages; the critic's targets are advantages + values.
+    """
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+
+    def step(advantage, inputs):
+        delta, decay = inputs
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, decay), reverse=True)[1]
+
+
+def ppo_loss(params, batch, hidden, args, env):
+    """Clipped surrogate, (clipped) value loss and entropy bonus of a minibatch; returns (loss, metrics).
+
+    `hidden` [M, L, H] are the hidden states before the first step.
+    """
+    logits, new_value, _ = forward(args, env, params, batch.inputs, hidden)
+    logprobs, logprob = select_logprob(logits, batch.action)
+    entropy = -(jnp.exp(logprobs) * logprobs).sum(-1).mean()
+    log_ratio = logprob - batch.logprob
+    ratio = jnp.exp(log_ratio)
+    advantage = batch.advantage
+    if args.norm_adv:
+        mean = jax.lax.pmean(advantage.mean(), AXIS)
+        variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
+        advantage = (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+    clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+
+    value_error = (new_value - batch.ret) ** 2
+    if args.clip_vloss:
+        clipped_value = batch.value + jnp.clip(new_value - batch.value, -args.clip_coef, args.clip_coef)
+        value_error = jnp.maximum(value_error, (clipped_value - batch.ret) ** 2)
+    value_loss = 0.5 * value_error.mean()
+
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    metrics = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "losses/old_approx_kl": -log_ratio.mean(),
+        "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
+    }
+    return loss, metrics
+
+
+def random_permutation(key, n):
+    """A pseudo-random permutation of range(n), without the sorts that make `jax.random.permutation` slow.
+
+    A Feistel network is a bijection on the index bits whatever its round function is; where n is no power of two,
+    indices that leave the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    """
+    bits = max(8, (n - 1).bit_length())  # narrower halves have too few round functions to be unbiased
+    low, high = bits // 2, bits - bits // 2  # widths of the two halves
+    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
+
+    def mix(half, round_key, width):  # the top bits of a multiplicative hash
+        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
+        return (x ^ (x >> 13)) >> (32 - width)
+
+    def feistel(index):
+        left, right = index >> low, index & ((1 << low) - 1)
+        for left_key, right_key in round_keys:
+            left = left ^ mix(right, left_key, high)
+            right = right ^ mix(left, right_key, low)
+        return (left << low) | right
+
+    index = feistel(jnp.arange(n, dtype=jnp.uint32))
+    if n != 1 << bits:
+        index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
+    return index.astype(jnp.int32)
+
+
+def update_epochs(args, env, params, opt_state, batch, hidden, learning_rate, key):
+    """Passes over a `Batch` of [T, N] in minibatches of whole environments; returns (params, opt_state, metrics)."""
+
+    def minibatch_step(carry, index):  # [M]
+        params, opt_state = carry
+        minibatch = jax.tree.map(lambda x: x[:, index], batch)
+        (_, metrics), grads = jax.value_and_grad(ppo_loss, has_aux=True)(params, minibatch, hidden[index], args, env)
+        grads = jax.lax.pmean(grads, AXIS)
+        params, opt_state, norm = optimizer_update(args, grads, opt_state, params, learning_rate)
+        return (params, opt_state), {**metrics, "losses/grad_norm": norm}
+
+    def epoch(carry, key):
+        params, opt_state, active = carry
+        order = random_permutation(key, hidden.shape[0]).reshape(args.num_minibatches, -1)
+        new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), order)
+        metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
+        if args.target_kl is not None:
+            new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
+            metrics = jax.tree.map(lambda m: jnp.where(active, m, jnp.nan), metrics)
+            active = active & (metrics["losses/approx_kl"] <= args.target_kl)
+        return (*new, active), metrics
+
+    carry = (params, opt_state, jnp.bool_(True))
+    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, jax.random.split(key, args.update_epochs))
+    return params, opt_state, jax.tree.map(jnp.nanmean if args.target_kl is not None else jnp.mean, metrics)
+
+
+# ======================================================================================================================
+# Training step
+# ======================================================================================================================
+
+
+class TrainState(NamedTuple):
+    """Everything training needs; checkpoints hold exactly this. Every leaf has a leading seed axis K."""
+
+    params: dict
+    opt_state: optax.OptState
+    env_state: State  # of [K, N]
+    memory: Memory  # of [K, N]
+    episodes: Episodes  # of [K, N]
+    key: jax.Array  # [K]
+    update: jax.Array  # [K], updates done
+
+
+def seed_keys(args):
+    """One PRNG key per agent, [K]."""
+    return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
+
+
+# Runs once: compiling it quickly matters more than running it fast.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def init_train_state(args, key):
+    """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`."""
+    env = make_env(args)
+
+    def init(key):
+        params_key, reset_key, key = jax.random.split(key, 3)
+        params = init_params(args, params_key, env)
+        env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
+        memory = initial_memory(args, env, args.num_envs)
+        zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
+        episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
+        opt_state = make_optimizer(args).init(params)
+        return TrainState(params, opt_state, env_state, memory, episodes, key, jnp.int32(0))
+
+    return jax.lax.map(init, key)  # not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool
+
+
+def update(args, state):
+    """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
+    env = make_env(args)
+    key, rollout_key, epochs_key = jax.random.split(state.key, 3)
+    device = jax.lax.axis_index(AXIS)
+    rollout_key, epochs_key = (jax.random.fold_in(k, device) for k in (rollout_key, epochs_key))
+    carry = state.env_state, state.memory, state.episodes
+    *carry, traj = rollout(args, env, state.params, *carry, rollout_key)
+    episodes, values = carry[-1], traj.value
+    next_values = trajectory_values(args, env, state.params, traj)
+    flags = traj.terminated, traj.truncated
+    advantages = compute_gae(traj.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
+    returns = advantages + values
+    _, logprobs = select_logprob(traj.logits, traj.action)
+    batch = Batch(traj.inputs, traj.action, logprobs, advantages, returns, values)
+    learning_rate = make_schedule(args)(state.update)
+    optimizer = state.params, state.opt_state
+    hidden = state.memory.hidden  # before the rollout
+    params, opt_state, metrics = update_epochs(args, env, *optimizer, batch, hidden, learning_rate, epochs_key)
+    all_devices = lambda x: jax.lax.all_gather(x, AXIS)
+    metrics |= {
+        "losses/explained_variance": 1 - all_devices(returns - values).var() / all_devices(returns).var(),
+        "charts/learning_rate": jnp.float32(learning_rate),
+        "charts/episodic_return": jnp.nanmean(all_devices(episodes.last_ret)),  # NaN before the first episode ends
+        "charts/episodic_length": jnp.nanmean(all_devices(episodes.last_length)),
+    }
+    return TrainState(params, opt_state, *carry, key, state.update + 1), metrics
+
+
+def over_seeds(args, function):
+    """`jax.vmap` of a function of trees with leading axis K; one agent alone avoids the slower batched products."""
+    if args.num_seeds > 1:
+        return jax.vmap(function)
+    return lambda *trees: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))
+
+
+def make_mesh(args):
+    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+
+
+def state_specs(state):
+    """How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments."""
+    replicated = jax.tree.map(lambda _: PartitionSpec(), state)
+    sharded = {name: jax.tree.map(lambda _: PartitionSpec(None, AXIS), getattr(state, name)) for name in ENV_FIELDS}
+    return replicated._replace(**sharded)
+
+
+ENV_FIELDS = "env_state", "memory", "episodes"
+
+
+def make_train_step(args):
+    """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
+    state = init_train_state.eval_shape(args, seed_keys(args))
+    specs = state_specs(state)
+    step = over_seeds(args, functools.partial(update, args))
+    out_specs = specs, PartitionSpec()
+    # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
+    return jax.jit(jax.shard_map(step, mesh=make_mesh(args), in_specs=(specs,), out_specs=out_specs, check_vma=False))
+
+
+def make_train_chunk(args):
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics of the last)`: n updates in one dispatch."""
+    train_step = make_train_step(args)
+
+    def train_chunk(state, num_updates):
+        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(train_step, state)[1])
+        return jax.lax.fori_loop(0, num_updates, lambda _, carry: train_step(carry[0]), (state, metrics))
+
+    return jax.jit(train_chunk, donate_argnums=0)
+
+
+# ======================================================================================================================
+# Evaluation, video, checkpoints, logging
+# ======================================================================================================================
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(args, params, key):
+    """Plays in E fresh environments per agent: one episode each, or C consecutive ones on one hidden state.
+
+    Takes parameters and keys with a leading axis K. Gives returns [K, C, E], lengths [K, C, E] and the states
+    [K, C, max_steps + 1] of the first environment, valid up to its episode's end.
+    """
+    env, num = make_env(args), args.eval_episodes
+
+    def play(params, memory, key):
+        reset_key, action_key = jax.random.split(key)
+        first = jax.vmap(env.reset)(jax.random.split(reset_key, num))
+        film = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (env.max_steps + 1, *x.shape[1:])), first)
+
+        def step(carry):
+            t, state, memory, ret, length, running, film = carry
+            seen = see(args, env, state, memory)
+            logits, _, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
+            uniform = jax.random.uniform(jax.random.fold_in(action_key, t), (num,))
+            action = sample_action(logits, uniform) if args.eval_mode == "sampled" else logits.argmax(-1)
+            next_state, reward, terminated = jax.vmap(env.step)(state, action)
+            state = where_envs(running, next_state, state)
+            memory = where_envs(running, Memory(hidden, action, reward), memory)
+            film = jax.tree.map(lambda film, x: film.at[t + 1].set(x[0]), film, state)
+            return t + 1, state, memory, ret + reward * running, length + running, running & ~terminated, film
+
+        zeros = jnp.zeros(num)
+        carry = jnp.int32(0), first, memory, zeros, zeros.astype(jnp.int32), zeros == 0, film
+        going_on = lambda carry: (carry[0] < env.max_steps) & carry[5].any()
+        _, _, memory, ret, length, _, film = jax.lax.while_loop(going_on, step, carry)
+        return memory, (ret, length, film)
+
+    def play_all(params, key):
+        keys = jax.random.split(key, args.eval_consecutive_episodes)
+        memory = initial_memory(args, env, num)
+        return jax.lax.scan(lambda memory, key: play(params, memory, key), memory, keys)[1]
+
+    return over_seeds(args, play_all)(params, key)
+
+
+def evaluation_keys(args):
+    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
+
+
+def summarize_evaluation(args, evaluation):
+    """What summary.json and eval.json say of an evaluation: over all agents, and lists with one entry per agent."""
+    returns, lengths = (np.asarray(x, float) for x in evaluation[:2])  # [K, C, E]
+    statistics = lambda axis: {
+        "eval_return_mean": returns.mean(axis).tolist(),
+        "eval_return_std": returns.std(axis).tolist(),
+        "eval_length_mean": lengths.mean(axis).tolist(),
+        "success_rate": (returns > 0).mean(axis).tolist(),
+    }
+    interval = bootstrap_interval(returns.mean((1, 2)))
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode, "eval_return_ci95": interval}
+    if args.eval_consecutive_episodes > 1:
+        overall["consecutive_episodes"] = statistics((0, 2))
+    return overall | statistics(None) | {"per_seed": statistics((1, 2))}
+
+
+def bootstrap_interval(values, samples=10_000):
+    """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
+    if len(values) < 2:
+        return None
+    index = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
+    return np.percentile(values[index].mean(1), [2.5, 97.5]).tolist()
+
+
+def record_video(args, path, evaluation, width=320):
+    """Writes what the first agent does in the first evaluation environment as a GIF of 8 frames a second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    env = make_env(args)
+    lengths, film = np.asarray(evaluation[1][0, :, 0]), jax.tree.map(lambda x: x[0], evaluation[2]._replace(key=None))
+    film = jax.tree.map(np.asarray, film)
+    state = lambda *step: jax.tree.map(lambda x: x[step], film)
+    images = (env.render(state(c, t), width // env.width) for c, n in enumerate(lengths) for t in range(n + 1))
+    frames = [Image.fromarray(image).quantize(64) for image in images]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
+
+
+def assess(args, state, video):
+    """Evaluates all agents and records the first one; returns the summary."""
+    evaluation = evaluate(args, state.params, evaluation_keys(args))
+    record_video(args, video, evaluation)
+    return summarize_evaluation(args, evaluation)
+
+
+class RunError(Exception):
+    """A failure with a message for the user."""
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def flatten_state(state):
+    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves)}
+
+
+def save_checkpoint(run_dir, state, num_kept=3):
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest; returns its path."""
+    folder = pathlib.Path(run_dir, "checkpoints")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{int(state.update[0]):09d}.npz"
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        np.savez(file, script=SCRIPT, **flatten_state(state))
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".tmp").replace(path)
+    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(run_dir, template):
+    """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
+    path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
+    if path is None:
+        raise RunError(f"{run_dir} holds no checkpoint")
+    expected = flatten_state(template)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
+                raise RunError(f"{path} is not a checkpoint of {SCRIPT} with these arguments")
+            arrays = {name: file[name] for name in expected}  # reading checks the CRC
+    except (
+        OSError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
+    for name, like in expected.items():
+        if (arrays[name].shape, arrays[name].dtype) != (like.shape, like.dtype):
+            raise RunError(f"{path} does not fit the arguments: {name} is {arrays[name].shape}, not {like.shape}")
+    leaves, structure = jax.tree.flatten(template)
+    restore = lambda x, like: jax.random.wrap_key_data(x) if is_key(like) else jnp.asarray(x)
+    return jax.tree.unflatten(structure, map(restore, arrays.values(), leaves))
+
+
+def load_args(run_dir):
+    """The `Args` saved in a run's args.json; raises RunError."""
+    try:
+        args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
+        for field in dataclasses.fields(Args):
+            _check(isinstance(getattr(args, field.name), field.type), f"--{field.name} is of the wrong type")
+        return args
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
+
+
+def load_run(run_dir):
+    """The (args, state) of a saved run; `state.params` has a leading seed axis."""
+    args = load_args(run_dir)
+    return args, load_checkpoint(run_dir, init_train_state(args, seed_keys(args)))
+
+
+RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
+RENEWABLE += "eval_mode eval_consecutive_episodes num_devices track wandb_project resume eval total_timesteps".split()
+
+
+def merge_args(given, saved):
+    """A saved run's arguments with those of `given` that are not the default and may be given anew."""
+    changes = {}
+    for field in dataclasses.fields(Args):
+        name, new, old = field.name, getattr(given, field.name), getattr(saved, field.name)
+        if new not in (field.default, old):
+            renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
+            _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
+            changes[name] = new
+    return dataclasses.replace(saved, **changes)
+
+
+class Logger:
+    """Writes metrics of K agents to TensorBoard (a run each), to Weights & Biases when asked, and to the terminal."""
+
+    def __init__(self, args, run_dir, start_step):
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        self.folders = [run_dir] if args.num_seeds == 1 else [run_dir / f"seed_{seed}" for seed in seeds]
+        self.is_terminal, self.wandb = sys.stdout.isatty(), None
+        if args.track:
+            try:
+                self.wandb = importlib.import_module("wandb")
+            except ImportError as error:
+                raise RunError("--track needs Weights & Biases: pip install wandb") from error
+            name = run_dir.resolve().name
+            self.wandb.init(project=args.wandb_project, name=name, id=name, resume="allow", config=vars(args))
+        self.writers = [EventFileWriter(str(folder)) for folder in self.folders]
+        table = "\n".join(["|param|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
+        text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[table.encode()])
+        metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "text"})
+        for writer in self.writers:
+            if start_step:  # readers drop what an interrupted run had logged after this step
+                restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+            self.add(writer, start_step, [{"tag": "hyperparameters", "metadata": metadata, "tensor": text}])
+
+    def add(self, writer, step, values):
+        summary = summary_pb2.Summary(value=[summary_pb2.Summary.Value(**value) for value in values])
+        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def log(self, step, metrics):
+        """Writes {tag: [K]} at an environment step; values that are not finite are left out."""
+        for k, writer in enumerate(self.writers):
+            finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
+            self.add(writer, step, [{"tag": tag, "simple_value": x} for tag, x in finite.items()])
+            if self.wandb:
+                prefix = f"{self.folders[k].name}/" if len(self.writers) > 1 else ""
+                self.wandb.log({prefix + tag: x for tag, x in finite.items()}, step=step)
+            writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
+
+    def progress(self, step, total, sps, returns):
+        """One updating line on a terminal, a plain line elsewhere."""
+        score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
+        eta = (total - step) * len(self.writers) / sps
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {eta:.0f} s left"
+        print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
+
+    def close(self):
+        for writer in self.writers:
+            writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        if self.is_terminal:
+            print()
+
+
+def write_json(path, content):
+    """Writes JSON atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+# ======================================================================================================================
+# Main
+# ======================================================================================================================
+
+
+def open_run(args):
+    """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
+    run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    if args.resume:
+        run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    devices = f"JAX sees {len(jax.devices())} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+    if args.num_devices > len(jax.devices()):
+        raise UsageError(f"--num-devices {args.num_devices}: {devices}")
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    video_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / "args.json", {**vars(args), "resume": None, "eval": None})
+    return args, run_dir, video_dir
+
+
+def train(args, stop):
+    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`; returns the exit status."""
+    args, run_dir, video_dir = open_run(args)
+    start = time.perf_counter()
+    state = init_train_state(args, seed_keys(args))
+    if args.resume:
+        state = load_checkpoint(run_dir, state)
+    mesh, specs = make_mesh(args), state_specs(state)
+    state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
+    compile_seconds = time.perf_counter() - start
+    first = done = int(state.update[0])
+    total_steps = args.num_updates * args.batch_size
+    print(
+        f"{run_dir}: {total_steps:,} steps, {args.num_seeds} seed(s), compiled in {compile_seconds:.1f} s", flush=True
+    )
+
+    logger = Logger(args, run_dir, first * args.batch_size)
+    finite = np.ones(args.num_seeds, bool)
+    train_seconds, clock = 0.0, time.perf_counter()  # the clock is reset after anything that is not training
+    pending = None  # (update, metrics) of the chunk before, logged while the next one runs
+
+    def log(update, metrics):
+        metrics = {tag: np.asarray(x) for tag, x in metrics.items()}  # waits for the device
+        seconds, steps = train_seconds + time.perf_counter() - clock, (update - first) * args.batch_size
+        sps = steps * args.num_seeds / seconds
+        logger.log(update * args.batch_size, {**metrics, "charts/SPS": np.full(args.num_seeds, sps)})
+        logger.progress(update * args.batch_size, total_steps, sps, metrics["charts/episodic_return"])
+        for k in np.flatnonzero(finite & ~np.isfinite(metrics["losses/grad_norm"])):
+            finite[k] = False
+            message = f"the losses of seed {args.seed + k} are not finite at update {update}"
+            if not finite.any():
+                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            print(f"error: {message}; the others go on", file=sys.stderr)
+
+    try:
+        while done < args.num_updates and not stop:
+            intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
+            target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
+            state, metrics = train_chunk(state, jnp.int32(target - done))
+            if pending:
+                log(*pending)
+            done, pending = target, (target, metrics)
+            saves = done % args.checkpoint_interval == 0
+            records = args.capture_video and done % args.video_interval == 0 and done < args.num_updates
+            if saves or records:
+                log(*pending)
+                pending = None
+                train_seconds += time.perf_counter() - clock
+                if saves:
+                    save_checkpoint(run_dir, state)
+                if records:
+                    step = done * args.batch_size
+                    scores = assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")["per_seed"]
+                    logger.log(step, {"eval/episodic_return": scores["eval_return_mean"]})
+                clock = time.perf_counter()
+        if pending:
+            log(*pending)
+            train_seconds += time.perf_counter() - clock
+        save_checkpoint(run_dir, state)
+        step = done * args.batch_size
+        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
+        summary = {"script": SCRIPT, **{name: getattr(args, name) for name in names}, "total_timesteps": step}
+        sps = (step - first * args.batch_size) * args.num_seeds / train_seconds if done > first else None
+        summary |= {"sps": sps, "compile_seconds": compile_seconds, "train_seconds": train_seconds}
+        summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
+        interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
+        summary |= {"jax_version": jax.__version__, "status": "interrupted" if interrupted else "finished"}
+        summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
+        if not interrupted:
+            summary |= assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")
+            logger.log(step, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+        summary["wall_seconds"] = time.time() - PROCESS_START
+        write_json(run_dir / "summary.json", summary)
+    finally:
+        logger.close()
+    if interrupted:
+        print(f"interrupted at step {step}; go on with: python {sys.argv[0]} --resume {run_dir}")
+        return 128 + stop[0]
+    print(f"run: {run_dir}\nvideo: {video_dir}/step_{step}.{VIDEO_FORMAT}")
+    print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+    return 0
+
+
+def describe(summary):
+    mode, episodes = summary["eval_mode"], summary["eval_episodes"]
+    result = f"return {summary['eval_return_mean']:.3f}, success rate {summary['success_rate']:.3f}"
+    return f"{mode} {result} over {episodes} episodes"
+
+
+def evaluate_run(given):
+    """Evaluates a saved run: writes its eval.json and a video, nothing else; returns the exit status."""
+    args, state = load_run(given.eval)
+    names = "eval_episodes eval_mode eval_consecutive_episodes".split()
+    args = dataclasses.replace(args, **{name: getattr(given, name) for name in names})
+    run_dir = pathlib.Path(given.eval)
+    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, f"eval.{VIDEO_FORMAT}")
+    summary = assess(args, state, video)
+    write_json(run_dir / "eval.json", summary)
+    print(f"video: {video}\n{describe(summary)}")
+    return 0
+
+
+def main(args):
+    """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
+    stop = []  # signals received: training ends after the chunk that is running
+    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        if args.list_envs:
+            print("\n".join(f"{e.env_id:40} {e.width}x{e.height}, {e.max_steps} steps" for e in ENVIRONMENTS.values()))
+            status = 0
+        else:
+            status = evaluate_run(args) if args.eval else train(args, stop)
+    except (UsageError, RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = getattr(error, "exit_status", 1)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if status:
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

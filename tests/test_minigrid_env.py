@@ -1,0 +1,377 @@
+"""The environments against Farama's MiniGrid: rules step by step, levels by chi-square, pictures pixel by pixel."""
+
+import functools
+from collections import Counter
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import minigrid  # noqa: F401  (registers the ids)
+import numpy as np
+import pytest
+from minigrid.core.world_object import Ball, Box, Door, Floor, Goal, Key, Lava, Wall
+from scipy import stats
+
+import ppo_minigrid_rnn as script
+
+IDS = list(script.ENVIRONMENTS)
+COPIES = 24  # Farama environments stepped side by side
+STEPS = 100  # 24 x 100 steps of each of 44 ids: 105,600
+MOVING = [i for i in IDS if "Dynamic" in i]
+
+
+def cell_of(reference, pos):
+    return int(pos[1]) * reference.width + int(pos[0])
+
+
+def marks_of(reference):
+    """What `State.marks` holds, read from Farama's environment."""
+    if hasattr(reference, "success_pos"):
+        return [cell_of(reference, reference.success_pos), cell_of(reference, reference.failure_pos)]
+    if hasattr(reference, "red_door"):
+        doors = (reference.red_door, reference.blue_door)
+        return [next(i for i, c in enumerate(reference.grid.grid) if c is door) for door in doors]
+    if hasattr(reference, "obstacles"):
+        return [cell_of(reference, o.cur_pos) for o in reference.obstacles]
+    doors = [i for i, c in enumerate(reference.grid.grid) if isinstance(c, Door)]
+    if hasattr(reference, "door"):
+        return [next(i for i, c in enumerate(reference.grid.grid) if c is reference.door)]
+    return doors[:1] if "Unlock" in type(reference).__name__ else []
+
+
+def pack_grid(reference):
+    """[H * W] packed cells of Farama's grid."""
+    return np.array([script.EMPTY if c is None else pack_object(c) for c in reference.grid.grid], np.uint8)
+
+
+def pack_object(thing):
+    return int(script.pack(np.array(thing.encode(), np.uint8)))
+
+
+def state_of(reference):
+    """Our state of Farama's environment (numpy leaves)."""
+    carrying = script.EMPTY if reference.carrying is None else pack_object(reference.carrying)
+    numbers = (cell_of(reference, reference.agent_pos), reference.agent_dir)
+    key = np.zeros(2, np.uint32) if hasattr(reference, "obstacles") else None
+    return script.State(
+        pack_grid(reference),
+        *(np.int32(n) for n in numbers),
+        np.uint8(carrying),
+        np.int32(reference.step_count),
+        np.int32(reference.max_steps),
+        np.array(marks_of(reference), np.int32),
+        key,
+    )
+
+
+def stack(states):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+
+
+def scatter(reference, rng):
+    """Put random objects into a third of the free cells, turn the agent, let it carry something."""
+    name = type(reference).__name__
+    colour = lambda: script.COLOURS[rng.integers(6)]  # noqa: E731
+    makers = [
+        lambda: Key(colour()),
+        lambda: Door(colour(), is_open=bool(rng.integers(2))),
+        lambda: Door(colour(), is_locked=True),
+        lambda: Wall(),
+        lambda: Goal(),
+        lambda: Lava(),
+        lambda: Floor(colour()),
+    ]
+    # the mission's object is known by its kind, so a second one of its kind would be a level that does not exist
+    if "Unlock" not in name:
+        makers.append(lambda: Box(colour()))
+    if "Corridor" not in name:
+        makers.append(lambda: Ball(colour()))
+    for i, content in enumerate(reference.grid.grid):
+        if content is None and i != cell_of(reference, reference.agent_pos) and rng.random() < 0.33:
+            reference.grid.grid[i] = makers[rng.integers(len(makers))]()
+    for content in reference.grid.grid:
+        if isinstance(content, Door) and rng.random() < 0.3:
+            content.is_open, content.is_locked = True, False
+    reference.agent_dir = int(rng.integers(4))
+    if rng.random() < 0.3 and not hasattr(reference, "obstacles"):
+        reference.carrying = Key(colour())
+
+
+def choose_action(reference, rng):
+    """Mostly random, often the action that does something to what is in front."""
+    if rng.random() < 0.5:
+        return int(rng.choice(7, p=[0.2, 0.2, 0.3, 0.1, 0.07, 0.1, 0.03]))
+    front = reference.grid.get(*reference.front_pos)
+    if isinstance(front, Door) and not (front.is_open and rng.random() < 0.7):
+        return 5
+    if isinstance(front, (Key, Ball, Box)):
+        return int(rng.choice([3, 3, 5]))
+    return 2 if rng.random() < 0.8 else 4
+
+
+def new_episode(reference, rng, wild):
+    reference.reset(seed=int(rng.integers(2**31)))
+    if rng.random() < 0.3:  # near the limit, so that truncation and the last rewards are met
+        reference.step_count = reference.max_steps - int(rng.integers(1, 30))
+    if wild and rng.random() < 0.6:
+        scatter(reference, rng)
+    return state_of(reference)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_steps_equal_farama(env_id):
+    env = script.find_env(env_id)
+    rng = np.random.default_rng(IDS.index(env_id))
+    references = [gymnasium.make(env_id).unwrapped for _ in range(COPIES)]
+    state = stack([new_episode(r, rng, wild=True) for r in references])
+    step = jax.jit(jax.vmap(env.transition if env.num_obstacles else lambda s, a, marks: env.step(s, a)))
+    observe = jax.jit(jax.vmap(env.observe))
+    seen = Counter()
+    for t in range(STEPS):
+        actions = [choose_action(r, rng) for r in references]
+        theirs = [r.step(a) for r, a in zip(references, actions, strict=True)]
+        marks = np.array([marks_of(r) for r in references]) if env.num_obstacles else state.marks
+        state, reward, terminated = jax.device_get(step(state, np.array(actions), marks))
+        obs = jax.device_get(observe(state))
+        truncated = state.step_count >= state.max_steps
+        np.testing.assert_array_equal(obs["image"], np.stack([o["image"] for o, *_ in theirs]))
+        np.testing.assert_array_equal(obs["direction"], [o["direction"] for o, *_ in theirs])
+        np.testing.assert_allclose(reward, [r for _, r, *_ in theirs], rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(terminated, [x[2] for x in theirs])
+        np.testing.assert_array_equal(truncated, [x[3] for x in theirs])
+        np.testing.assert_array_equal(state.position, [cell_of(r, r.agent_pos) for r in references])
+        if t % 10 == 9:
+            np.testing.assert_array_equal(state.grid, np.stack([pack_grid(r) for r in references]))
+        seen.update(terminated=int(terminated.sum()), truncated=int(truncated.sum()), won=int((reward > 0).sum()))
+        state = jax.tree.map(np.array, state)
+        for i in np.flatnonzero(terminated | truncated):
+            fresh = new_episode(references[i], rng, wild=True)
+            jax.tree.map(lambda old, new, i=i: old.__setitem__(i, new), state, fresh)
+    assert seen["terminated"] and seen["truncated"], seen  # the comparison met both ends
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_constants_equal_farama(env_id):
+    env, reference = script.find_env(env_id), gymnasium.make(env_id).unwrapped
+    assert (env.width, env.height, env.max_steps) == (reference.width, reference.height, reference.max_steps)
+    assert (env.see_through_walls, env.num_actions) == (reference.see_through_walls, reference.action_space.n)
+    assert env.num_obstacles == getattr(reference, "n_obstacles", 0)
+
+
+# Levels --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def our_levels(env_id, count):
+    env = script.find_env(env_id)
+    return jax.device_get(jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(7), count)))
+
+
+@functools.cache
+def farama_levels(env_id, count):
+    reference, states = gymnasium.make(env_id).unwrapped, []
+    reference.reset(seed=1)
+    for _ in range(count):
+        reference.agent_pos, reference.agent_dir = (-1, -1), -1
+        reference._gen_grid(reference.width, reference.height)
+        states.append(state_of(reference))
+    return stack(states)
+
+
+def flood(grid, position, height, width):
+    """[N, H, W] bool: where the agent gets to, unlocking with keys it can reach and clearing balls and boxes away."""
+    cells = grid.reshape(-1, height, width)
+    kind, colour = cells & 0xF8, cells & 7
+    reached = (np.arange(height * width) == position[:, None]).reshape(cells.shape)
+    while True:
+        keys = [((kind == script.KEY) & reached & (colour == c)).any((1, 2)) for c in range(6)]
+        have = np.stack(keys, 1)[np.arange(len(cells))[:, None, None], colour.clip(0, 5)]
+        passable = (kind != script.WALL) & (kind != script.LAVA) & ((kind != script.DOOR_LOCKED) | have)
+        wider = reached.copy()
+        wider[:, 1:] |= reached[:, :-1]
+        wider[:, :-1] |= reached[:, 1:]
+        wider[:, :, 1:] |= reached[:, :, :-1]
+        wider[:, :, :-1] |= reached[:, :, 1:]
+        wider = reached | (wider & passable)
+        if (wider == reached).all():
+            return reached.reshape(len(cells), -1)
+        reached = wider
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_levels_are_solvable_and_complete(env_id):
+    env, levels, theirs = script.find_env(env_id), our_levels(env_id, 8_000), farama_levels(env_id, 1_000)
+    grid, rows = levels.grid, np.arange(len(levels.grid))
+    reached = flood(grid, levels.position, env.height, env.width)
+    if "Memory" in env_id:
+        assert reached[rows[:, None], levels.marks].all()
+        beside = np.stack([grid[rows, levels.marks[:, i] + d * env.width] for i in range(2) for d in (-1, 1)], 1)
+        objects = np.where(beside & 0xF8 == script.WALL, 0, np.where(beside & 0xF8 == script.EMPTY, 0, beside))
+        shown = grid[:, (env.height // 2 - 1) * env.width + 1]
+        assert (objects[:, :2].max(1) == shown).all() and (objects[:, 2:].max(1) != shown).all()
+    elif "RedBlue" in env_id:
+        assert (grid[rows[:, None], levels.marks] == np.array([script.DOOR_CLOSED, script.DOOR_CLOSED + 2])).all()
+        assert reached[rows[:, None], levels.marks].all()
+    else:
+        target = script.GOAL
+        for name, kind in (("Pickup", script.BOX), ("Corridor", script.BALL), ("Unlock-", script.DOOR_LOCKED)):
+            target = kind if name in env_id else target
+        targets = grid & 0xF8 == target
+        assert (targets.sum(1) == 1).all() and (targets & reached).any(1).all()
+    assert (grid[rows, levels.position] == script.EMPTY).all()
+    assert (levels.carrying == script.EMPTY).all() and (levels.step_count == 0).all()
+    assert (levels.max_steps == env.max_steps).all()
+    locked, keys = grid & 0xF8 == script.DOOR_LOCKED, grid & 0xF8 == script.KEY
+    if locked.any():
+        assert (locked.sum(1) == 1).all() and (keys.sum(1) == 1).all()
+        assert (np.where(locked, grid & 7, 0).max(1) == np.where(keys, grid & 7, 0).max(1)).all()
+    # each cell holds, in some level, exactly the kinds that it can hold in Farama's levels
+    for kind in np.unique(np.concatenate((grid, theirs.grid)) & 0xF8):
+        ours_kind, their_kind = (grid & 0xF8 == kind).mean(0), (theirs.grid & 0xF8 == kind).mean(0)
+        assert not ours_kind[their_kind == 0].max(initial=0) > 0.02
+        assert not their_kind[ours_kind == 0].max(initial=0) > 0
+
+
+def same_distribution(ours, theirs):
+    """p value of a chi-square test that two samples of hashable outcomes have one distribution, rare ones merged."""
+    a, b = Counter(ours), Counter(theirs)
+    share = len(theirs) / (len(ours) + len(theirs))
+    common = [k for k in a | b if (a[k] + b[k]) * share >= 5]
+    table = np.array([[a[k] for k in common], [b[k] for k in common]])
+    rest = np.array([[len(ours)], [len(theirs)]]) - table.sum(1, keepdims=True)
+    table = np.hstack((table, rest)) if rest.sum() * share >= 5 else table
+    return stats.chi2_contingency(table).pvalue if table.shape[1] > 1 else 1.0
+
+
+def features(levels, width):
+    """Outcomes to compare: name -> list of one hashable value per level."""
+    kind = levels.grid & 0xF8
+    solid = ((kind == script.WALL) | (kind == script.LAVA)).reshape(len(kind), -1, width)
+    middle = (solid.shape[1] // 2, width // 2)
+    top, bottom = solid[:, : middle[0]], solid[:, middle[0] :]
+    quarters = [q.sum((1, 2)) for half in (top, bottom) for q in (half[:, :, : middle[1]], half[:, :, middle[1] :])]
+    out = {
+        "agent": levels.position.tolist(),
+        "direction": levels.direction.tolist(),
+        "agent and direction": (levels.position * 4 + levels.direction).tolist(),
+        "walls and lava by quarters": np.stack(quarters, 1).astype(np.int32).view("V16")[:, 0].tolist(),
+        "layout": [row.tobytes() for row in kind == script.WALL],
+        "marks": [np.sort(m).tobytes() for m in levels.marks],
+        "grid": [row.tobytes() for row in levels.grid],
+    }
+    for k in (script.DOOR_CLOSED, script.DOOR_LOCKED, script.KEY, script.BALL, script.BOX, script.GOAL, script.LAVA):
+        if (kind == k).any():
+            out[f"kind {k}"] = [row.tobytes() for row in kind == k]
+            first = (kind == k).argmax(1)
+            colour = np.take_along_axis(levels.grid, first[:, None], 1)[:, 0] & 7
+            out[f"colour of {k}"] = colour.tolist()
+            out[f"first {k} and agent"] = list(zip(first.tolist(), out["agent"], strict=True))
+            out[f"first {k} and layout"] = list(zip(first.tolist(), out["layout"], strict=True))
+    return out
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_level_distribution_equals_farama(env_id):
+    env, samples = script.find_env(env_id), ((our_levels, 8_000), (farama_levels, 1_000))
+    ours, theirs = (features(levels(env_id, n), env.width) for levels, n in samples)
+    assert ours.keys() == theirs.keys()
+    for name in ours:  # about 700 tests in all
+        assert same_distribution(ours[name], theirs[name]) > 1e-5, name
+
+
+def test_a_wrong_level_distribution_is_noticed():
+    levels = our_levels("MiniGrid-DoorKey-8x8-v0", 8_000).position.tolist()
+    skewed = [p for i, p in enumerate(levels) if i % 3 or p % 8 == 1]
+    assert same_distribution(skewed, farama_levels("MiniGrid-DoorKey-8x8-v0", 1_000).position.tolist()) < 1e-5
+
+
+@pytest.mark.parametrize("env_id", MOVING)
+def test_obstacles_move_as_in_farama(env_id):
+    env, reference, rng = script.find_env(env_id), gymnasium.make(env_id).unwrapped, np.random.default_rng(0)
+    reference.reset(seed=3)
+    before, grid, state = marks_of(reference), list(reference.grid.grid), state_of(reference)
+    theirs = []
+    for _ in range(2_000):
+        reference.grid.grid = list(grid)
+        for obstacle, cell in zip(reference.obstacles, before, strict=True):
+            obstacle.cur_pos = (cell % env.width, cell // env.width)
+        reference.step(0)  # a turn: the obstacles move, the agent stays
+        theirs.append(marks_of(reference))
+    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), 16_000)
+    ours = np.asarray(jax.jit(jax.vmap(env.move_obstacles, (None, 0)))(state, keys))
+    theirs = np.array(theirs)
+    for i in range(env.num_obstacles):
+        assert same_distribution(ours[:, i].tolist(), theirs[:, i].tolist()) > 1e-5
+    assert (
+        same_distribution([m.tobytes() for m in ours[:, :2]], [m.astype(np.int32).tobytes() for m in theirs[:, :2]])
+        > 1e-5
+    )
+    # `step` is the move with a fresh key and then the transition
+    state = jax.tree.map(jnp.asarray, our_levels(env_id, 8_000))
+    state = jax.tree.map(lambda leaf: leaf[:256], state)
+    after, _, _ = jax.vmap(env.step)(state, jnp.zeros(256, int))
+    again, _, _ = jax.vmap(env.step)(after._replace(grid=state.grid, marks=state.marks), jnp.zeros(256, int))
+    assert (np.sort(np.argwhere(np.asarray(after.grid) == script.BLUE_BALL)[:, 1]).size) == 256 * env.num_obstacles
+    assert (after.marks != again.marks).any()
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env_id", IDS[::3] + ["MiniGrid-FourRooms-v0"])
+def test_pictures_equal_farama(env_id):
+    env, reference = script.find_env(env_id), gymnasium.make(env_id).unwrapped
+    rng = np.random.default_rng(IDS.index(env_id))
+    observe_rgb = jax.jit(env.observe_rgb)
+    for i in range(8):
+        new_episode(reference, rng, wild=i > 1)
+        for _ in range(6):
+            reference.step(choose_action(reference, rng))
+            state = state_of(reference)
+            np.testing.assert_array_equal(observe_rgb(state), reference.get_pov_render(8))
+        size = (8, 16, 32)[i % 3]
+        np.testing.assert_array_equal(env.render(state, size), reference.get_full_render(True, size))
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+@pytest.mark.parametrize("lit", [False, True])
+def test_tiles_equal_farama(size, lit):
+    from minigrid.core.grid import Grid
+
+    things = [None, Wall(), Goal(), Lava()]
+    for c in script.COLOURS:
+        things += [Key(c), Ball(c), Box(c), Floor(c), Door(c), Door(c, is_open=True), Door(c, is_locked=True)]
+    for n, thing in enumerate(things):
+        for direction in (None, n % 4):
+            cell = script.EMPTY if thing is None else pack_object(thing)
+            expected = Grid.render_tile(thing, direction, lit, size).astype(np.uint8)
+            np.testing.assert_array_equal(script.draw_tile(cell, direction, lit, size), expected)
+
+
+# Names and codes -----------------------------------------------------------------------------------------------------
+
+
+def test_names():
+    for env_id in IDS:
+        short = env_id.removeprefix("MiniGrid-").removesuffix("-v0")
+        assert script.find_env(env_id) is script.find_env(short) is script.find_env(short + "-v0")
+    assert len(IDS) == 44
+    with pytest.raises(ValueError, match="DoorKey-8x8"):
+        script.find_env("DorKey-8x8")
+    with pytest.raises(ValueError, match="FourRooms"):
+        script.find_env("fourrooms")
+
+
+def test_codes_pack_and_unpack():
+    codes = [(o, c, 0) for o in range(11) for c in range(6)] + [(4, c, s) for c in range(6) for s in (1, 2)]
+    codes = np.array(codes, np.uint8)
+    packed = script.pack(codes)
+    assert len(set(packed.tolist())) == len(codes)
+    np.testing.assert_array_equal(script.unpack(jnp.asarray(packed)), codes)
+
+
+def test_levels_depend_on_the_key_alone():
+    env = script.find_env("FourRooms")
+    a, b, c = (env.reset(jax.random.key(k)) for k in (0, 0, 1))
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), a, b))
+    assert (a.grid != c.grid).any()

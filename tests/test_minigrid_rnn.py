@@ -1,0 +1,124 @@
+"""The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ppo_minigrid_rnn as script
+
+SMALL = dict(num_envs=16, num_steps=24, num_minibatches=2, rnn_hidden_dim=16, head_hidden_dim=16, action_emb_dim=4)
+
+
+def short_env(monkeypatch, env_id="MiniGrid-Empty-5x5-v0", max_steps=7):
+    """Makes an id's episodes so short that most are truncated."""
+    env = script.dataclasses.replace(script.ENVIRONMENTS[env_id], max_steps=max_steps)
+    monkeypatch.setitem(script.ENVIRONMENTS, env_id, env)
+    return env
+
+
+def roll(args, key=0):
+    """An agent with weights that matter and two rollouts: (env, params, memory before, trajectory) of the second."""
+    env = script.make_env(args)
+    state = jax.tree.map(lambda x: x[0], script.init_train_state(args, script.seed_keys(args)))
+    noise = lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
+    params = jax.tree.map(noise, state.params)
+    rollout = jax.jit(lambda *carry: script.rollout(args, env, params, *carry))
+    carry = rollout(state.env_state, state.memory, state.episodes, jax.random.key(key))[:3]
+    return env, params, carry[1], rollout(*carry, jax.random.key(key + 1))[3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reset_hidden": False}, {"rnn_num_layers": 2}, {"img_obs": True, "num_steps": 10}],
+    ids=["reset", "no-reset", "two-layers", "pixels"],
+)
+def test_replay_reproduces_the_rollout(monkeypatch, options):
+    short_env(monkeypatch)
+    args = script.Args(env_id="Empty-5x5", **SMALL | options)
+    env, params, memory, trajectory = roll(args)
+    done = np.asarray(trajectory.terminated | trajectory.truncated)
+    assert done.any(0).all()
+    logits, values, hidden = script.forward(args, env, params, trajectory.inputs, memory.hidden)
+    np.testing.assert_allclose(values, trajectory.value, atol=2e-5)
+    np.testing.assert_allclose(hidden, trajectory.memory.hidden, atol=2e-5)
+    ours, old = (script.select_logprob(x, trajectory.action)[1] for x in (logits, trajectory.logits))
+    np.testing.assert_allclose(ours, old, atol=2e-5)
+    # whole environments in another order are the same sequences
+    some = np.array([5, 2, 11])
+    inputs = jax.tree.map(lambda x: x[:, some], trajectory.inputs)
+    part = script.forward(args, env, params, inputs, memory.hidden[some])[1]
+    np.testing.assert_allclose(part, trajectory.value[:, some], atol=2e-5)
+    # and the hidden state matters: forgetting it is seen
+    forgotten = script.forward(args, env, params, trajectory.inputs, memory.hidden * 0)[1]
+    assert abs(forgotten - trajectory.value)[0].max() > 1e-3
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_memory_across_episode_ends(monkeypatch, reset):
+    env = short_env(monkeypatch)
+    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
+    env, params, _, trajectory = roll(args)
+    inputs, done = trajectory.inputs, np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
+    before, after = np.asarray(trajectory.memory.action)[:-1], np.asarray(inputs.action)[1:]
+    assert (after[~done] == before[~done]).all()
+    assert (after[done] == (env.num_actions if reset else before[done])).all()
+    assert (np.asarray(inputs.reward)[1:][done] == (0 if reset else np.asarray(trajectory.reward)[:-1][done])).all()
+    assert (np.asarray(inputs.start)[1:] == (done & reset)).all() and not inputs.start[0].any()
+    # a first step of an episode gives what a fresh memory gives, only with resets
+    t, n = np.argwhere(done)[0] + (1, 0)
+    first = jax.tree.map(lambda x: x[t : t + 1, n : n + 1], inputs)
+    fresh = script.forward(args, env, params, first, jnp.zeros_like(trajectory.memory.hidden[0, :1]))[1][0, 0]
+    assert (abs(fresh - trajectory.value[t, n]) < 1e-5) == reset
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_successor_values_against_brute_force(monkeypatch, reset):
+    env = short_env(monkeypatch)
+    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
+    env, params, _, trajectory = roll(args)
+    assert (np.asarray(trajectory.truncated).sum(0) >= 3).all()  # several windows of max_steps
+    next_values = np.asarray(script.trajectory_values(args, env, params, trajectory))
+
+    def value_after(env_state, memory):  # of all environments, without any reset
+        return script.forward(args, env, params, script.see(args, env, env_state, memory), memory.hidden)[1][0]
+
+    expected = np.asarray(jax.vmap(value_after)(trajectory.next_state, trajectory.memory))
+    terminated = np.asarray(trajectory.terminated)  # these have no successor
+    np.testing.assert_allclose(next_values[~terminated], expected[~terminated], atol=2e-5)
+    truncated = np.asarray(trajectory.truncated)[:-1]
+    wrong = np.asarray(trajectory.value)[1:][truncated]  # what a bootstrap from the next episode would use
+    assert abs(wrong - expected[:-1][truncated]).max() > 1e-2
+
+
+def test_truncation_follows_the_step_count(monkeypatch):
+    env = short_env(monkeypatch)
+    _, _, _, trajectory = roll(script.Args(env_id="Empty-5x5", **SMALL))
+    count = np.asarray(trajectory.next_state.step_count)
+    assert ((count == env.max_steps) == np.asarray(trajectory.truncated)).all() and count.max() == env.max_steps
+    done = np.asarray(trajectory.terminated | trajectory.truncated)
+    assert (count[1:][done[:-1]] == 1).all()
+
+
+def test_sampled_actions_follow_the_policy():
+    logits = jnp.array([0.0, 1.0, -2.0, 0.5])
+    uniforms = (jnp.arange(100_000) + 0.5) / 100_000
+    share = np.bincount(script.sample_action(logits, uniforms), minlength=4) / 100_000
+    np.testing.assert_allclose(share, jax.nn.softmax(logits), atol=2e-5)
+    assert script.sample_action(logits, jnp.float32(0.99999994)) == 3
+
+
+def test_training_step_moves_parameters_and_counts():
+    args = script.Args(env_id="Dynamic-Obstacles-5x5", total_timesteps=384 * 4, **SMALL)
+    state = script.init_train_state(args, script.seed_keys(args))
+    new, metrics = script.make_train_step(args)(state)
+    assert all(np.isfinite(x).all() for name, x in metrics.items() if name.startswith("losses"))
+    assert metrics["charts/learning_rate"][0] == np.float32(args.learning_rate) and new.update[0] == 1
+    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, new.params)
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+def test_unknown_environment_names_the_nearest():
+    with pytest.raises(script.UsageError, match="MiniGrid-DoorKey-6x6-v0"):
+        script.Args(env_id="DorKey-6x6")
+    assert script.Args(env_id="MemoryS9").env_id == "MiniGrid-MemoryS9-v0"
