@@ -30,10 +30,11 @@ import time
 
 PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
 
+import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -41,7 +42,6 @@ import pathlib
 import re
 import signal
 import sys
-import zipfile
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,8 +53,9 @@ import optax
 import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
-from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer import event_file_writer
 
 SCRIPT = "ppo_minigrid_rnn"
 EVAL_MODES = ("greedy", "sampled")
@@ -183,6 +184,9 @@ class Args:
         _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
+        _check(
+            not self.track or importlib.util.find_spec("wandb"), "--track needs the wandb package: pip install wandb"
+        )
         devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
         _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
         share = self.num_envs // devices
@@ -1326,11 +1330,10 @@ def update(args, state):
     return TrainState(params, opt_state, *carry, key, state.update + 1), metrics
 
 
-def over_seeds(args, function):
-    """`jax.vmap` of a function of trees with leading axis K; one agent alone avoids the slower batched products."""
-    if args.num_seeds > 1:
-        return jax.vmap(function)
-    return lambda *trees: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))
+def over_seeds(function):
+    """Maps a function of one agent over trees with a leading axis K; in turn on a CPU, where batching is slow."""
+    in_turn = lambda *trees: jax.lax.map(lambda agent: function(*agent), trees)
+    return in_turn if jax.default_backend() == "cpu" else jax.vmap(function)
 
 
 def make_mesh(args):
@@ -1349,12 +1352,11 @@ ENV_FIELDS = "env_state", "memory", "episodes"
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    state = init_train_state.eval_shape(args, seed_keys(args))
-    specs = state_specs(state)
-    step = over_seeds(args, functools.partial(update, args))
-    out_specs = specs, PartitionSpec()
+    specs = state_specs(init_train_state.eval_shape(args, seed_keys(args)))
+    step = over_seeds(functools.partial(update, args))
+    layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
     # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
-    return jax.jit(jax.shard_map(step, mesh=make_mesh(args), in_specs=(specs,), out_specs=out_specs, check_vma=False))
+    return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
 
 def make_train_chunk(args):
@@ -1410,7 +1412,7 @@ def evaluate(args, params, key):
         memory = initial_memory(args, env, num)
         return jax.lax.scan(lambda memory, key: play(params, memory, key), memory, keys)[1]
 
-    return over_seeds(args, play_all)(params, key)
+    return over_seeds(play_all)(params, key)
 
 
 def evaluation_keys(args):
@@ -1499,26 +1501,15 @@ def load_checkpoint(run_dir, template):
     expected = flatten_state(template)
     try:
         with np.load(path, allow_pickle=False) as file:
-            if sorted(file.files) != sorted([*expected, "script"]) or file["script"] != SCRIPT:
-                raise RunError(f"{path} is not a checkpoint of {SCRIPT} with these arguments")
-            arrays = {name: file[name] for name in expected}  # reading checks the CRC
-    except (
-        OSError,
-        EOFError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        zipfile.BadZipFile,
-    ) as error:
+            arrays = {name: file[name] for name in file.files}  # reading checks the CRC
+    except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
-    for name, like in expected.items():
-        if (arrays[name].shape, arrays[name].dtype) != (like.shape, like.dtype):
-            raise RunError(f"{path} does not fit the arguments: {name} is {arrays[name].shape}, not {like.shape}")
+    form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    if arrays.pop("script", None) != SCRIPT or form(arrays) != form(expected):
+        raise RunError(f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments")
     leaves, structure = jax.tree.flatten(template)
-    restore = lambda x, like: jax.random.wrap_key_data(x) if is_key(like) else jnp.asarray(x)
-    return jax.tree.unflatten(structure, map(restore, arrays.values(), leaves))
+    restore = lambda name, like: (jax.random.wrap_key_data if is_key(like) else jnp.asarray)(arrays[name])
+    return jax.tree.unflatten(structure, map(restore, expected, leaves))
 
 
 def load_args(run_dir):
@@ -1555,55 +1546,76 @@ def merge_args(given, saved):
 
 
 class Logger:
-    """Writes metrics of K agents to TensorBoard (a run each), to Weights & Biases when asked, and to the terminal."""
+    """Writes metrics of K agents to TensorBoard (a run each) and the terminal; keeps the clock of training."""
 
-    def __init__(self, args, run_dir, start_step):
-        seeds = range(args.seed, args.seed + args.num_seeds)
-        self.folders = [run_dir] if args.num_seeds == 1 else [run_dir / f"seed_{seed}" for seed in seeds]
-        self.is_terminal, self.wandb = sys.stdout.isatty(), None
+    def __init__(self, args, run_dir, update):
+        self.args, self.first_update, self.pending = args, update, None
+        self.finite = np.ones(args.num_seeds, bool)  # agents whose losses are finite
+        self.is_terminal = sys.stdout.isatty()
         if args.track:
-            try:
-                self.wandb = importlib.import_module("wandb")
-            except ImportError as error:
-                raise RunError("--track needs Weights & Biases: pip install wandb") from error
-            name = run_dir.resolve().name
-            self.wandb.init(project=args.wandb_project, name=name, id=name, resume="allow", config=vars(args))
-        self.writers = [EventFileWriter(str(folder)) for folder in self.folders]
-        table = "\n".join(["|param|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[table.encode()])
-        metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "text"})
+            import wandb
+
+            wandb.tensorboard.patch(root_logdir=str(run_dir), save=False)  # sends what the writers below write
+            wandb.init(project=args.wandb_project, id=run_dir.resolve().name, resume="allow", config=vars(args))
+        folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
+        self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
+        table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         for writer in self.writers:
-            if start_step:  # readers drop what an interrupted run had logged after this step
-                restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
-            self.add(writer, start_step, [{"tag": "hyperparameters", "metadata": metadata, "tensor": text}])
+            self.write(writer, update, summary=text_pb("hyperparameters", table))
+            if update:  # readers drop what an interrupted run had logged after this step
+                self.write(writer, update, session_log=start)
+        self.seconds, self.clock = 0.0, time.perf_counter()  # of training up to the last pause, start of the next part
 
-    def add(self, writer, step, values):
-        summary = summary_pb2.Summary(value=[summary_pb2.Summary.Value(**value) for value in values])
-        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+    def write(self, writer, update, **content):
+        step = update * self.args.batch_size + ("session_log" in content)
+        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
 
-    def log(self, step, metrics):
-        """Writes {tag: [K]} at an environment step; values that are not finite are left out."""
+    def log(self, update, metrics):
+        """Writes {tag: [K]} at an update; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
             finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
-            self.add(writer, step, [{"tag": tag, "simple_value": x} for tag, x in finite.items()])
-            if self.wandb:
-                prefix = f"{self.folders[k].name}/" if len(self.writers) > 1 else ""
-                self.wandb.log({prefix + tag: x for tag, x in finite.items()}, step=step)
+            values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in finite.items()]
+            self.write(writer, update, summary=summary_pb2.Summary(value=values))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
-    def progress(self, step, total, sps, returns):
-        """One updating line on a terminal, a plain line elsewhere."""
+    def log_pending(self):
+        """Waits for the chunk of updates whose (update, metrics) are pending and logs it; raises RunError."""
+        if self.pending is None:
+            return
+        (update, metrics), self.pending = self.pending, None
+        metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
+        step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
+        sps = self.sps(update, self.seconds + time.perf_counter() - self.clock)
+        self.log(update, {**metrics, "charts/SPS": np.full(self.args.num_seeds, sps)})
+        returns = metrics["charts/episodic_return"]
         score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
-        eta = (total - step) * len(self.writers) / sps
-        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {eta:.0f} s left"
+        left = (total - step) * self.args.num_seeds / sps
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {left:.0f} s left"
         print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
+        for k in np.flatnonzero(self.finite & ~np.isfinite(metrics["losses/grad_norm"])):
+            self.finite[k] = False
+            message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
+            if not self.finite.any():
+                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            print(f"error: {message}; the others go on", file=sys.stderr)
+
+    def sps(self, update, seconds):
+        """Steps of all agents per second of training, since the start or the resumption; None before the first."""
+        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
+        return steps / seconds if steps else None
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Logs what is pending and stops the clock for whatever is not training."""
+        self.log_pending()
+        self.seconds += time.perf_counter() - self.clock
+        yield
+        self.clock = time.perf_counter()
 
     def close(self):
         for writer in self.writers:
             writer.close()
-        if self.wandb:
-            self.wandb.finish()
         if self.is_terminal:
             print()
 
@@ -1642,80 +1654,49 @@ def train(args, stop):
     state = init_train_state(args, seed_keys(args))
     if args.resume:
         state = load_checkpoint(run_dir, state)
-    mesh, specs = make_mesh(args), state_specs(state)
-    state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    state = jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
-    first = done = int(state.update[0])
-    total_steps = args.num_updates * args.batch_size
-    print(
-        f"{run_dir}: {total_steps:,} steps, {args.num_seeds} seed(s), compiled in {compile_seconds:.1f} s", flush=True
-    )
+    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
-    logger = Logger(args, run_dir, first * args.batch_size)
-    finite = np.ones(args.num_seeds, bool)
-    train_seconds, clock = 0.0, time.perf_counter()  # the clock is reset after anything that is not training
-    pending = None  # (update, metrics) of the chunk before, logged while the next one runs
-
-    def log(update, metrics):
-        metrics = {tag: np.asarray(x) for tag, x in metrics.items()}  # waits for the device
-        seconds, steps = train_seconds + time.perf_counter() - clock, (update - first) * args.batch_size
-        sps = steps * args.num_seeds / seconds
-        logger.log(update * args.batch_size, {**metrics, "charts/SPS": np.full(args.num_seeds, sps)})
-        logger.progress(update * args.batch_size, total_steps, sps, metrics["charts/episodic_return"])
-        for k in np.flatnonzero(finite & ~np.isfinite(metrics["losses/grad_norm"])):
-            finite[k] = False
-            message = f"the losses of seed {args.seed + k} are not finite at update {update}"
-            if not finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
-            print(f"error: {message}; the others go on", file=sys.stderr)
-
+    done = int(state.update[0])
+    logger = Logger(args, run_dir, done)
+    intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
+    video = lambda: video_dir / f"step_{done * args.batch_size}.{VIDEO_FORMAT}"
     try:
         while done < args.num_updates and not stop:
-            intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
             target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
             state, metrics = train_chunk(state, jnp.int32(target - done))
-            if pending:
-                log(*pending)
-            done, pending = target, (target, metrics)
-            saves = done % args.checkpoint_interval == 0
-            records = args.capture_video and done % args.video_interval == 0 and done < args.num_updates
-            if saves or records:
-                log(*pending)
-                pending = None
-                train_seconds += time.perf_counter() - clock
-                if saves:
+            logger.log_pending()  # the chunk before, while this one runs
+            done, logger.pending = target, (target, metrics)
+            if done % args.checkpoint_interval == 0:
+                with logger.paused():
                     save_checkpoint(run_dir, state)
-                if records:
-                    step = done * args.batch_size
-                    scores = assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")["per_seed"]
-                    logger.log(step, {"eval/episodic_return": scores["eval_return_mean"]})
-                clock = time.perf_counter()
-        if pending:
-            log(*pending)
-            train_seconds += time.perf_counter() - clock
-        save_checkpoint(run_dir, state)
-        step = done * args.batch_size
-        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
-        summary = {"script": SCRIPT, **{name: getattr(args, name) for name in names}, "total_timesteps": step}
-        sps = (step - first * args.batch_size) * args.num_seeds / train_seconds if done > first else None
-        summary |= {"sps": sps, "compile_seconds": compile_seconds, "train_seconds": train_seconds}
-        summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
+            if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
+                with logger.paused():
+                    scores = assess(args, state, video())["per_seed"]
+                    logger.log(done, {"eval/episodic_return": scores["eval_return_mean"]})
+        with logger.paused():
+            save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
-        summary |= {"jax_version": jax.__version__, "status": "interrupted" if interrupted else "finished"}
-        summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
+        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
+        summary = {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
+        summary |= {name: getattr(args, name) for name in names} | {"total_timesteps": done * args.batch_size}
+        summary |= {"sps": logger.sps(done, logger.seconds), "train_seconds": logger.seconds}
+        summary |= {"compile_seconds": compile_seconds, "jax_version": jax.__version__}
+        summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
+        summary["failed_seeds"] = (args.seed + np.flatnonzero(~logger.finite)).tolist()
         if not interrupted:
-            summary |= assess(args, state, video_dir / f"step_{step}.{VIDEO_FORMAT}")
-            logger.log(step, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+            summary |= assess(args, state, video())
+            logger.log(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
     finally:
         logger.close()
     if interrupted:
-        print(f"interrupted at step {step}; go on with: python {sys.argv[0]} --resume {run_dir}")
+        print(f"interrupted at update {done}; go on with: python {sys.argv[0]} --resume {run_dir}")
         return 128 + stop[0]
-    print(f"run: {run_dir}\nvideo: {video_dir}/step_{step}.{VIDEO_FORMAT}")
-    print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+    print(f"run: {run_dir}\nvideo: {video()}\n{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
     return 0
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 import scipy.stats
 from conftest import having, quick_args
 
@@ -179,8 +180,9 @@ def loss_inputs(script, args, samples=64):
     perturb = lambda scale: jax.tree.map(lambda p: jnp.asarray(p + scale * rng.normal(size=p.shape)), params)
     params, old_params = perturb(0.1), perturb(0.1)
     obs = jnp.asarray(rng.normal(size=(script.make_env(args).obs_size, samples)))
-    action = jnp.asarray(rng.integers(2, size=samples))
-    _, logprob = script.select_logprob(script.policy(old_params, obs), action)
+    old_policy = script.policy(old_params, obs)
+    action = script.sample_action(old_policy, script.sample_noise(jax.random.key(0), (samples,)))
+    logprob = script.action_logprob(old_policy, action)
     old_value = script.value(params, obs) + 0.3 * rng.normal(size=samples)
     advantage, ret = jnp.asarray(rng.normal(size=(2, samples)))
     return params, script.Batch(obs, action, logprob, 3 + 2 * advantage, ret, old_value)
@@ -192,10 +194,17 @@ def evaluate_loss(script, params, batch, args):
     return jax.tree.map(lambda x: x[0], loss(jax.tree.map(lambda x: x[None], batch)))
 
 
-def numpy_ppo_loss(logits, value, batch, args):
-    """The loss and metrics of PPO for a discrete policy, from the definition; logits [A, M]."""
-    probabilities = np.exp(logits) / np.exp(logits).sum(0)
-    logprob = np.log(probabilities[batch.action, np.arange(batch.action.size)])
+def scipy_distribution(dist, action):
+    """Log-probabilities [M] of actions and the mean entropy, of logits [A, M] or of (mean [M], log-deviation [])."""
+    if isinstance(dist, tuple):
+        normal = scipy.stats.norm(dist[0], np.exp(dist[1]))
+        return normal.logpdf(action), normal.entropy().mean()
+    probabilities = scipy.special.softmax(dist, axis=0)
+    return np.log(probabilities[action, np.arange(action.size)]), scipy.stats.entropy(probabilities, axis=0).mean()
+
+
+def numpy_ppo_loss(logprob, entropy, value, batch, args):
+    """The loss and metrics of PPO from the definition."""
     ratio = np.exp(logprob - batch.logprob)
     advantage = batch.advantage
     if args.norm_adv:
@@ -207,7 +216,6 @@ def numpy_ppo_loss(logits, value, batch, args):
         clipped = np.clip(value, batch.value - args.clip_coef, batch.value + args.clip_coef)
         errors = np.maximum(errors, (clipped - batch.ret) ** 2)
     value_loss = 0.5 * errors.mean()
-    entropy = -(probabilities * np.log(probabilities)).sum(0).mean()
     return policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy, {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
@@ -221,7 +229,7 @@ def numpy_ppo_loss(logits, value, batch, args):
 LOSSES = pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (True, False), (False, True), (False, False)])
 
 
-@having("ppo_loss", "select_logprob")
+@having("ppo_loss", "action_logprob")
 @LOSSES
 def test_loss_equals_definition(script, norm_adv, clip_vloss):
     """Loss and metrics against NumPy in float64."""
@@ -229,13 +237,14 @@ def test_loss_equals_definition(script, norm_adv, clip_vloss):
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args)
         ours = evaluate_loss(script, params, batch, args)
-        outputs = [np.asarray(f(params, batch.obs)) for f in (script.policy, script.value)]
-    expected = numpy_ppo_loss(*outputs, jax.tree.map(np.asarray, batch), args)
+        dist, value = (jax.tree.map(np.asarray, f(params, batch.obs)) for f in (script.policy, script.value))
+    batch = jax.tree.map(np.asarray, batch)
+    expected = numpy_ppo_loss(*scipy_distribution(dist, batch.action), value, batch, args)
     assert 0.1 < expected[1]["losses/clipfrac"] < 0.9
     close(ours, expected, rtol=1e-10)
 
 
-@having("ppo_loss", "select_logprob")
+@having("ppo_loss", "action_logprob")
 @LOSSES
 def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
     """Central differences in float64, along a random direction of each array of parameters."""
