@@ -192,7 +192,7 @@ def _check(condition, message):
 
 @dataclasses.dataclass(frozen=True)
 class CartPole:
-    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson, 1983) for one environment; `jax.vmap` makes many.
+    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson, 1983), for one or many at once: batch axes come last.
 
     | what        | value                                                                              |
     | ----------- | ---------------------------------------------------------------------------------- |
@@ -218,12 +218,12 @@ class CartPole:
     obs_size = 4
     num_actions = 2
 
-    def reset(self, key):
-        """Returns a start state [4]."""
-        return jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+    def reset(self, key, shape=()):
+        """Start states [4, *shape]."""
+        return jax.random.uniform(key, (4, *shape), minval=-0.05, maxval=0.05)
 
     def step(self, state, action):
-        """Advances a state [4] by tau; returns (state [4], reward, terminated)."""
+        """Advances states [4, ...] by tau; returns (states, rewards [...], terminated [...])."""
         x, x_dot, theta, theta_dot = state
         force = jnp.where(action == 1, self.force, -self.force)
         sin, cos = jnp.sin(theta), jnp.cos(theta)
@@ -240,7 +240,7 @@ class CartPole:
         return jnp.stack([x, new_x_dot, theta, new_theta_dot]), jnp.ones_like(x), terminated
 
     def observe(self, state):
-        """The observation [4] of a state [4]."""
+        """Observations [4, ...] of states [4, ...]."""
         return state
 
     def render(self, state, width=600, height=400):
@@ -408,25 +408,24 @@ def rollout(args, env, params, env_state, episodes, key):
     """Takes T steps in N environments that reset themselves; returns (env_state, episodes, trajectory)."""
     action_key, reset_key = jax.random.split(key)
     num_envs = episodes.length.shape[0]
-    # All random numbers in two calls: far cheaper than splitting a key per step and environment.
+    # All random numbers in two calls: far cheaper than a key per step and environment.
     noises = sample_noise(action_key, (args.num_steps, num_envs))
-    resets = jax.vmap(jax.vmap(env.reset, out_axes=-1))(jax.random.split(reset_key, (args.num_steps, num_envs)))
+    resets = env.reset(reset_key, (args.num_steps, num_envs)).swapaxes(0, 1)  # [T, 4, N]
 
     def step(carry, inputs):
         env_state, episodes = carry
         noise, reset_state = inputs
-        obs = jax.vmap(env.observe, -1, -1)(env_state)
+        obs = env.observe(env_state)
         dist = policy(params, obs)
         action = sample_action(dist, noise)
         logprob = action_logprob(dist, action)
-        next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(env_state, action)
+        next_state, reward, terminated = env.step(env_state, action)
         ret, length = episodes.ret + reward, episodes.length + 1
         truncated = length >= env.max_episode_steps
         done = terminated | truncated
         ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
         episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
-        next_obs = jax.vmap(env.observe, -1, -1)(next_state)
-        env_state = jnp.where(done, reset_state, next_state)
+        next_obs, env_state = env.observe(next_state), jnp.where(done, reset_state, next_state)
         return (env_state, episodes), Trajectory(obs, action, logprob, reward, terminated, truncated, next_obs)
 
     (env_state, episodes), trajectory = jax.lax.scan(step, (env_state, episodes), (noises, resets))
@@ -590,7 +589,7 @@ def init_train_state(args, key):
     def init(key):
         params_key, reset_key, key = jax.random.split(key, 3)
         params = init_params(params_key, env)
-        env_state = jax.vmap(env.reset, out_axes=-1)(jax.random.split(reset_key, args.num_envs))
+        env_state = env.reset(reset_key, (args.num_envs,))
         zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
         episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
         return TrainState(params, adam_init(params), env_state, episodes, key, jnp.int32(0))
@@ -675,12 +674,12 @@ def evaluate(args, params, key):
     env = make_env(args)
 
     def play(params, key):
-        first = jax.vmap(env.reset, out_axes=-1)(jax.random.split(key, args.eval_episodes))
+        first = env.reset(key, (args.eval_episodes,))
 
         def step(carry, _):
             state, ret, length, running = carry
-            action = greedy_action(policy(params, jax.vmap(env.observe, -1, -1)(state)))
-            next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(state, action)
+            action = greedy_action(policy(params, env.observe(state)))
+            next_state, reward, terminated = env.step(state, action)
             state = jnp.where(running, next_state, state)
             return (state, ret + reward * running, length + running, running & ~terminated), state[:, 0]
 

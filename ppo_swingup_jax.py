@@ -200,7 +200,7 @@ def _check(condition, message):
 
 @dataclasses.dataclass(frozen=True)
 class CartPoleSwingUp:
-    """Swing a pole up on a cart and balance it, one environment; `jax.vmap` makes many.
+    """Swing a pole up on a cart and balance it, in one or many environments at once: batch axes come last.
 
     | what        | value                                                                                      |
     | ----------- | ------------------------------------------------------------------------------------------ |
@@ -226,14 +226,14 @@ class CartPoleSwingUp:
     start: str = "random"
     obs_size = 5
 
-    def reset(self, key):
-        """Returns a start state [4]."""
-        x, angle = jax.random.uniform(key, (2,), minval=-1.0, maxval=1.0)
+    def reset(self, key, shape=()):
+        """Start states [4, *shape]."""
+        x, angle = jax.random.uniform(key, (2, *shape), minval=-1.0, maxval=1.0)
         theta = math.pi * angle if self.start == "random" else math.pi + 0.05 * angle
         return jnp.stack([x, jnp.zeros_like(x), theta, jnp.zeros_like(x)])
 
     def step(self, state, action):
-        """Advances a state [4] by tau (explicit Euler); returns (state [4], reward, terminated)."""
+        """Advances states [4, ...] by tau (explicit Euler); returns (states, rewards [...], terminated [...])."""
         x, x_dot, theta, theta_dot = state
         force = self.force * jnp.clip(action, -1.0, 1.0)
         sin, cos = jnp.sin(theta), jnp.cos(theta)
@@ -248,14 +248,14 @@ class CartPoleSwingUp:
         return state, self.reward(state, action), jnp.abs(x) > self.x_limit
 
     def reward(self, state, action):
-        """Reward of reaching a state [4] by a raw action."""
+        """Rewards [...] of reaching states [4, ...] by raw actions [...]."""
         x, _, theta, theta_dot = state
         cos = jnp.cos(theta)
         balance_cost = jnp.where(cos > self.upright, 0.3 * x**2 + 0.05 * theta_dot**2, 0.0)
         return cos + 1.5 * jnp.exp(-10 * (1 - cos) ** 2) - 0.01 * x**2 - balance_cost - 0.0005 * action**2
 
     def observe(self, state):
-        """The observation [5] of a state [4]."""
+        """Observations [5, ...] of states [4, ...]."""
         x, x_dot, theta, theta_dot = state
         return jnp.stack([x / self.x_limit, x_dot / 2, jnp.cos(theta), jnp.sin(theta), theta_dot / 3])
 
@@ -432,25 +432,24 @@ def rollout(args, env, params, env_state, episodes, key):
     """Takes T steps in N environments that reset themselves; returns (env_state, episodes, trajectory)."""
     action_key, reset_key = jax.random.split(key)
     num_envs = episodes.length.shape[0]
-    # All random numbers in two calls: far cheaper than splitting a key per step and environment.
+    # All random numbers in two calls: far cheaper than a key per step and environment.
     noises = sample_noise(action_key, (args.num_steps, num_envs))
-    resets = jax.vmap(jax.vmap(env.reset, out_axes=-1))(jax.random.split(reset_key, (args.num_steps, num_envs)))
+    resets = env.reset(reset_key, (args.num_steps, num_envs)).swapaxes(0, 1)  # [T, 4, N]
 
     def step(carry, inputs):
         env_state, episodes = carry
         noise, reset_state = inputs
-        obs = jax.vmap(env.observe, -1, -1)(env_state)
+        obs = env.observe(env_state)
         dist = policy(params, obs)
         action = sample_action(dist, noise)
         logprob = action_logprob(dist, action)
-        next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(env_state, action)
+        next_state, reward, terminated = env.step(env_state, action)
         ret, length = episodes.ret + reward, episodes.length + 1
         truncated = length >= env.max_episode_steps
         done = terminated | truncated
         ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
         episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
-        next_obs = jax.vmap(env.observe, -1, -1)(next_state)
-        env_state = jnp.where(done, reset_state, next_state)
+        next_obs, env_state = env.observe(next_state), jnp.where(done, reset_state, next_state)
         return (env_state, episodes), Trajectory(obs, action, logprob, reward, terminated, truncated, next_obs)
 
     (env_state, episodes), trajectory = jax.lax.scan(step, (env_state, episodes), (noises, resets))
@@ -614,7 +613,7 @@ def init_train_state(args, key):
     def init(key):
         params_key, reset_key, key = jax.random.split(key, 3)
         params = init_params(params_key, env)
-        env_state = jax.vmap(env.reset, out_axes=-1)(jax.random.split(reset_key, args.num_envs))
+        env_state = env.reset(reset_key, (args.num_envs,))
         zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
         episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
         return TrainState(params, adam_init(params), env_state, episodes, key, jnp.int32(0))
@@ -700,13 +699,12 @@ def evaluate(args, params, key):
     env = envs[0]
 
     def play(params, key):
-        keys = jax.random.split(key, args.eval_episodes)
-        first = jnp.concatenate([jax.vmap(env.reset, out_axes=-1)(keys) for env in envs], axis=-1)  # [4, S * E]
+        first = jnp.concatenate([env.reset(key, (args.eval_episodes,)) for env in envs], axis=-1)  # [4, S * E]
 
         def step(carry, _):
             state, ret, length, running = carry
-            action = greedy_action(policy(params, jax.vmap(env.observe, -1, -1)(state)))
-            next_state, reward, terminated = jax.vmap(env.step, (-1, 0), (-1, 0, 0))(state, action)
+            action = greedy_action(policy(params, env.observe(state)))
+            next_state, reward, terminated = env.step(state, action)
             state = jnp.where(running, next_state, state)
             return (state, ret + reward * running, length + running, running & ~terminated), state
 
