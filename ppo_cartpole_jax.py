@@ -805,10 +805,10 @@ RENEWABLE += "num_devices track wandb_project resume eval total_timesteps".split
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = {}
-    for field in dataclasses.fields(Args):
-        name, new, old = field.name, getattr(given, field.name), getattr(saved, field.name)
-        if new not in (field.default, old):
+    default, changes = vars(Args()), {}
+    for name, new in vars(given).items():
+        old = getattr(saved, name)
+        if new not in (default[name], old):
             renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
             _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
             changes[name] = new

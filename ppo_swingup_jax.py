@@ -4,18 +4,20 @@
 # ///
 """PPO on cart-pole swing-up in one file and one XLA program: environment, networks, Adam, GAE and update in pure JAX.
 
-    python ppo_swingup_jax.py                                               # swings the pole up and balances it
-    python ppo_swingup_jax.py --num-envs 1024 --total-timesteps 20000000    # wider, for accelerators
-    python ppo_swingup_jax.py --resume runs/<run_name>                      # go on after an interruption, bit for bit
+    python ppo_swingup_jax.py                              # swings the pole up and balances it
+    python ppo_swingup_jax.py --num-envs 1024              # wider: more steps and minibatches follow by themselves
+    python ppo_swingup_jax.py --resume runs/<run_name>     # go on after an interruption, bit for bit
 
 The reference run, for comparisons:
 
     python ppo_swingup_jax.py --total-timesteps 100000000 --num-envs 1024 --num-steps 128 --update-epochs 4 \
         --num-minibatches 4 --learning-rate 1e-4 --gamma 0.995 --gae-lambda 0.95 --clip-coef 0.1 --ent-coef 0.01 \
-        --max-grad-norm 1.0 --adam-eps 1e-8 --no-clip-vloss --reward-scale 1
+        --max-grad-norm 1.0 --adam-eps 1e-8 --no-clip-vloss --reward-scale 1 --train-episode-steps 500
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
+Training truncates after 100 steps, because start states teach more than balancing does: charts/episodic_return is that
+of at most 100 steps, eval/episodic_return that of the task's 500.
 The policy is a Gaussian without bounds. The environment clips the action it executes to [-1, 1], while the
 log-probability is that of the raw sample: clipping belongs to the environment's unknown dynamics, so the policy
 gradient stays exact; the clipped action has point masses at -1 and 1 and no density to take a ratio of.
@@ -106,12 +108,15 @@ class Args:
     """the only environment of this script"""
     start: str = "random"
     """pole at the start of a training episode: anywhere on the circle (random) or straight down (hanging)"""
+    train_episode_steps: int = 100
+    """steps after which a training episode is truncated: starts are worth more than balancing; evaluation plays 500"""
     num_envs: int = 128
     """parallel environments, over all devices, of each agent"""
 
     # Algorithm
-    total_timesteps: int = 2_000_000
-    """environment steps of each agent, rounded down to whole updates"""
+    total_timesteps: int | None = None
+    """environment steps of each agent, rounded down to whole updates; by default two million or, if that is more, the
+    steps of 45 updates"""
     num_steps: int = 128
     """steps per environment and update"""
     learning_rate: float = 1e-3
@@ -124,8 +129,8 @@ class Args:
     """discount"""
     gae_lambda: float = 0.98
     """lambda of generalised advantage estimation"""
-    num_minibatches: int = 8
-    """minibatches per epoch"""
+    num_minibatches: int | None = None
+    """minibatches per epoch; by default as many as leave 2,048 samples in each"""
     update_epochs: int = 6
     """passes over the batch per update"""
     norm_adv: bool = True
@@ -134,7 +139,7 @@ class Args:
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
     """clip the value loss too, by the same range"""
-    ent_coef: float = 0.0
+    ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -146,7 +151,13 @@ class Args:
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Raises UsageError with a message a person can act on."""
+        """Fills in what follows from other arguments; raises UsageError with a message a person can act on."""
+        shares = max(1, self.num_devices)
+        divisors = [n for n in range(1, self.batch_size // 2048 + 1) if self.batch_size % (n * shares) == 0]
+        follow = {"total_timesteps": max(2_000_000, 45 * self.batch_size), "num_minibatches": max(divisors, default=1)}
+        for name, number in follow.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, number)
         counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
         for name in f"{counts} log_interval checkpoint_interval video_interval".split():
             _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
@@ -158,6 +169,7 @@ class Args:
             _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
         _check(self.env_id == "CartPoleSwingUp-v0", f"--env_id must be CartPoleSwingUp-v0, not {self.env_id}")
         _check(self.start in STARTS, f"--start must be one of {STARTS}, not {self.start}")
+        _check(1 <= self.train_episode_steps <= 500, "--train_episode_steps must lie in [1, 500]")
         _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
         _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
@@ -317,8 +329,11 @@ def init_params(key, env):
 
 
 def policy(params, obs):
-    """Action distribution of observations [O, M]: mean [M] and, the same for all, logarithm of the deviation []."""
-    return mlp(params["actor"], obs)[0], jnp.clip(params["log_std"], -2.0, 0.5)
+    """Action distribution of observations [O, M]: mean [M] and, the same for all, logarithm of the deviation [].
+
+    The mean stays in the range of actions that differ: far outside it no noise would have an effect to learn from.
+    """
+    return jnp.tanh(mlp(params["actor"], obs)[0]), jnp.clip(params["log_std"], -2.0, 0.5)
 
 
 def sample_noise(key, shape):
@@ -623,7 +638,7 @@ def init_train_state(args, key):
 
 def update(args, state):
     """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
-    env = make_env(args)
+    env = dataclasses.replace(make_env(args), max_episode_steps=args.train_episode_steps)
     key, rollout_key, epochs_key = jax.random.split(state.key, 3)
     device = jax.lax.axis_index(AXIS)
     rollout_key, epochs_key = (jax.random.fold_in(k, device) for k in (rollout_key, epochs_key))
@@ -844,10 +859,10 @@ RENEWABLE += "num_devices track wandb_project resume eval total_timesteps".split
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = {}
-    for field in dataclasses.fields(Args):
-        name, new, old = field.name, getattr(given, field.name), getattr(saved, field.name)
-        if new not in (field.default, old):
+    default, changes = vars(Args()), {}
+    for name, new in vars(given).items():
+        old = getattr(saved, name)
+        if new not in (default[name], old):
             renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
             _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
             changes[name] = new

@@ -149,7 +149,8 @@ def test_success(script):
 
 def test_rollout_truncates_and_never_exceeds_the_maximum(script, monkeypatch):
     """Episodes end after 500 steps, also across rollouts, and no reported return exceeds 1,250."""
-    args = script.Args(num_envs=64, num_steps=80, total_timesteps=200 * 64 * 80, num_minibatches=4, update_epochs=1)
+    sizes = dict(num_envs=64, num_steps=80, total_timesteps=200 * 64 * 80, num_minibatches=4, update_epochs=1)
+    args = script.Args(train_episode_steps=500, **sizes)
     state, train_step = script.init_train_state(args, script.seed_keys(args)), script.make_train_step(args)
     for _ in range(20):
         state, metrics = train_step(state)
@@ -168,6 +169,26 @@ def test_rollout_truncates_and_never_exceeds_the_maximum(script, monkeypatch):
     _, episodes, steps = rollout(args, script.make_env(args), params, jnp.zeros((4, 64)), episodes, jax.random.key(0))
     np.testing.assert_array_equal(episodes.last_ret, 1250.0)
     np.testing.assert_array_equal(np.asarray(steps.truncated).argmax(0), 499)
+
+
+def test_arguments_that_follow_the_number_of_environments(script):
+    """Minibatches of 2,048 samples and at least 45 updates, unless the flags say otherwise."""
+    args = script.Args()
+    assert (args.batch_size, args.num_minibatches, args.total_timesteps) == (16_384, 8, 2_000_000)
+    args = script.Args(num_envs=1024)
+    assert (args.batch_size, args.num_minibatches, args.num_updates) == (131_072, 64, 45)
+    assert args.total_timesteps <= 6_000_000
+    args = script.Args(num_envs=1024, num_minibatches=4, total_timesteps=200_000)
+    assert (args.num_minibatches, args.num_updates) == (4, 1)
+
+
+def test_training_episodes_are_short(script):
+    """`train_episode_steps` truncates in training, while an evaluation plays 500 steps."""
+    args = script.Args(num_envs=8, num_steps=64, num_minibatches=1, train_episode_steps=10, eval_episodes=4)
+    state, metrics = script.make_train_step(args)(script.init_train_state(args, script.seed_keys(args)))
+    assert np.nanmax(state.episodes.last_length) == 10 and metrics["charts/episodic_length"] <= 10
+    states = script.evaluate(args, state.params, script.evaluation_keys(args))[3]
+    assert states.shape[1] == 501
 
 
 @pytest.mark.parametrize("x", [-2.4, 0.0, 2.4])
