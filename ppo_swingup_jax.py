@@ -678,6 +678,11 @@ def state_specs(state):
     return replicated._replace(env_state=sharded(state.env_state), episodes=sharded(state.episodes))
 
 
+def shard_state(args, state):
+    """Spreads a `TrainState` over the mesh."""
+    return jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
+
+
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
     specs = state_specs(init_train_state.eval_shape(args, seed_keys(args)))
@@ -961,9 +966,9 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
-    devices = f"JAX sees {len(jax.devices())} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-    if args.num_devices > len(jax.devices()):
-        raise UsageError(f"--num-devices {args.num_devices}: {devices}")
+    devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+    if args.num_devices > jax.local_device_count():
+        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -978,7 +983,7 @@ def train(args, stop):
     state = init_train_state(args, seed_keys(args))
     if args.resume:
         state = load_checkpoint(run_dir, state)
-    state = jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
+    state = shard_state(args, state)
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
