@@ -40,8 +40,10 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,6 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -78,7 +81,15 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices over which the environments are sharded"""
+    """devices (of each process) over which the environments are sharded"""
+    distributed: bool = False
+    """train with several processes that each run this command; the first one writes"""
+    coordinator_address: str | None = None
+    """address:port of the first process; this and the next two only where JAX cannot find them (SLURM, MPI, TPU)"""
+    num_processes: int | None = None
+    """processes that train together"""
+    process_id: int | None = None
+    """number of this process, from 0"""
     exp_name: str = SCRIPT
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
@@ -187,8 +198,8 @@ class Args:
         _check(
             not self.track or importlib.util.find_spec("wandb"), "--track needs the wandb package: pip install wandb"
         )
-        devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
-        _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
+        devices, batch, minibatches = self.num_shards, self.batch_size, self.num_minibatches
+        _check(self.num_envs % devices == 0, f"--num_devices: {devices} devices must divide --num_envs {self.num_envs}")
         share = self.num_envs // devices
         _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's {share} environments")
         _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
@@ -197,6 +208,11 @@ class Args:
     def batch_size(self) -> int:
         """Environment steps of one update."""
         return self.num_envs * self.num_steps
+
+    @property
+    def num_shards(self) -> int:
+        """Devices of all processes."""
+        return self.num_devices * (self.num_processes or 1)
 
     @property
     def num_updates(self) -> int:
@@ -253,7 +269,7 @@ class State(NamedTuple):
     carrying: jax.Array  # [] uint8, packed cell, EMPTY for nothing
     step_count: jax.Array  # [] int32
     max_steps: jax.Array  # [] int32
-    marks: jax.Array  # [M] int32, cells that the end rule looks at (Dynamic-Obstacles: the obstacles, in moving order)
+    marks: jax.Array | None  # [M] int32, cells for the end rule (Dynamic-Obstacles: the obstacles, in moving order)
     key: jax.Array | None = None  # random key of the obstacles' moves, only where there are any
 
 
@@ -520,7 +536,7 @@ def inner(env, number, left=1, top=1, width=None):
 
 def start(env, grid, position, direction, marks=(), key=None):
     """The state at the start of an episode."""
-    marks = jnp.stack([jnp.asarray(m, jnp.int32) for m in marks]) if marks else jnp.zeros(0, jnp.int32)
+    marks = jnp.stack([jnp.asarray(m, jnp.int32) for m in marks]) if marks else None
     as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
     carrying, steps = jnp.uint8(EMPTY), as_int(0)
     return State(grid, as_int(position), as_int(direction), carrying, steps, as_int(env.max_steps), marks, key)
@@ -1337,7 +1353,9 @@ def over_seeds(function):
 
 
 def make_mesh(args):
-    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+    """`num_devices` devices of every process, in the order of the processes."""
+    devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
+    return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
 def state_specs(state):
@@ -1348,6 +1366,13 @@ def state_specs(state):
 
 
 ENV_FIELDS = "env_state", "memory", "episodes"
+
+
+def shard_state(args, state):
+    """Spreads a `TrainState`, the same in every process, over the mesh."""
+    mesh = make_mesh(args)
+    place = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    return jax.tree.map(place, state, state_specs(state))
 
 
 def make_train_step(args):
@@ -1463,6 +1488,37 @@ def assess(args, state, video):
     return summarize_evaluation(args, evaluation)
 
 
+def join_processes(args, scratch):
+    """Starts JAX's distributed runtime; returns the arguments of this process.
+
+    All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
+    """
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
+    try:
+        jax.distributed.initialize(
+            args.coordinator_address, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--distributed: {error}") from error
+    args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
+    if args.process_id > 0:
+        sys.stdout, os.environ["WANDB_MODE"] = open(os.devnull, "w"), "disabled"
+        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch)
+        if args.resume:
+            args = dataclasses.replace(args, resume=shutil.copytree(args.resume, f"{scratch}/resumed"))
+    multihost_utils.sync_global_devices("the first process may write into a resumed run that the others have copied")
+    return args
+
+
+class StopSignals(list):
+    """Signals received. Asked for its truth, it tells whether any process has one, so that all stop at once."""
+
+    def __bool__(self):
+        received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
+        self.extend(received[received > 0].tolist())
+        return bool(received.any())  # not of `self`, to which a signal may just have been added
+
+
 class RunError(Exception):
     """A failure with a message for the user."""
 
@@ -1472,10 +1528,15 @@ def is_key(x):
 
 
 def flatten_state(state):
-    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data."""
+    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data.
+
+    Arrays that are spread over processes are gathered, in which all of them take part.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves)}
+    data = [jax.random.key_data(x) if is_key(x) else x for _, x in leaves]
+    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+    return {name: x if x.is_fully_addressable else gather(x) for name, x in zip(names, data)}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -1531,6 +1592,7 @@ def load_run(run_dir):
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
 RENEWABLE += "eval_mode eval_consecutive_episodes num_devices track wandb_project resume eval total_timesteps".split()
+RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 
 def merge_args(given, saved):
@@ -1654,7 +1716,7 @@ def train(args, stop):
     state = init_train_state(args, seed_keys(args))
     if args.resume:
         state = load_checkpoint(run_dir, state)
-    state = jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
+    state = shard_state(args, state)
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -1721,15 +1783,17 @@ def evaluate_run(given):
 
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
-    stop = []  # signals received: training ends after the chunk that is running
+    stop = StopSignals()  # training ends after the chunk that is running
     handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         if args.list_envs:
             print("\n".join(f"{e.env_id:40} {e.width}x{e.height}, {e.max_steps} steps" for e in ENVIRONMENTS.values()))
             status = 0
         else:
-            status = evaluate_run(args) if args.eval else train(args, stop)
-    except (UsageError, RunError, OSError) as error:
+            with tempfile.TemporaryDirectory() as scratch:
+                args = join_processes(args, scratch) if args.distributed else args
+                status = evaluate_run(args) if args.eval else train(args, stop)
+    except (UsageError, RunError, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = getattr(error, "exit_status", 1)
     finally:

@@ -53,13 +53,14 @@ def state_of(reference):
     carrying = script.EMPTY if reference.carrying is None else pack_object(reference.carrying)
     numbers = (cell_of(reference, reference.agent_pos), reference.agent_dir)
     key = np.zeros(2, np.uint32) if hasattr(reference, "obstacles") else None
+    marks = marks_of(reference)
     return script.State(
         pack_grid(reference),
         *(np.int32(n) for n in numbers),
         np.uint8(carrying),
         np.int32(reference.step_count),
         np.int32(reference.max_steps),
-        np.array(marks_of(reference), np.int32),
+        np.array(marks, np.int32) if marks else None,
         key,
     )
 
@@ -256,9 +257,10 @@ def features(levels, width):
         "agent and direction": (levels.position * 4 + levels.direction).tolist(),
         "walls and lava by quarters": np.stack(quarters, 1).astype(np.int32).view("V16")[:, 0].tolist(),
         "layout": [row.tobytes() for row in kind == script.WALL],
-        "marks": [np.sort(m).tobytes() for m in levels.marks],
         "grid": [row.tobytes() for row in levels.grid],
     }
+    if levels.marks is not None:
+        out["marks"] = [np.sort(m).tobytes() for m in levels.marks]
     for k in (script.DOOR_CLOSED, script.DOOR_LOCKED, script.KEY, script.BALL, script.BOX, script.GOAL, script.LAVA):
         if (kind == k).any():
             out[f"kind {k}"] = [row.tobytes() for row in kind == k]
