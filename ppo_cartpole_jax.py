@@ -629,7 +629,9 @@ def over_seeds(function):
 
 
 def make_mesh(args):
-    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+    """`num_devices` devices of every process, in the order of the processes."""
+    devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
+    return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
 def state_specs(state):
@@ -637,6 +639,13 @@ def state_specs(state):
     replicated = jax.tree.map(lambda _: PartitionSpec(), state)
     sharded = lambda tree: jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 1), AXIS), tree)
     return replicated._replace(env_state=sharded(state.env_state), episodes=sharded(state.episodes))
+
+
+def shard_state(args, state):
+    """Spreads a `TrainState`, the same in every process, over the mesh."""
+    mesh = make_mesh(args)
+    place = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    return jax.tree.map(place, state, state_specs(state))
 
 
 def make_train_step(args):
@@ -907,9 +916,9 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
-    devices = f"JAX sees {len(jax.devices())} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-    if args.num_devices > len(jax.devices()):
-        raise UsageError(f"--num-devices {args.num_devices}: {devices}")
+    devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+    if args.num_devices > jax.local_device_count():
+        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -924,7 +933,7 @@ def train(args, stop):
     state = init_train_state(args, seed_keys(args))
     if args.resume:
         state = load_checkpoint(run_dir, state)
-    state = jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
+    state = shard_state(args, state)
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)

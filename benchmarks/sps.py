@@ -50,11 +50,10 @@ def ours(name, **changes):
     script = importlib.import_module(name)
     args = script.Args(**{"total_timesteps": 10**12, **changes})
     state = script.init_train_state(args, script.seed_keys(args))
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(script.make_mesh(args), spec), script.state_specs(state))
+    carry, updates = [script.shard_state(args, state)], 1
     start = time.perf_counter()
-    chunk = script.make_train_chunk(args).lower(jax.device_put(state, shardings), jnp.int32(1)).compile()
+    chunk = script.make_train_chunk(args).lower(carry[0], jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
-    carry, updates = [jax.device_put(state, shardings)], 1
 
     def run(updates):
         start = time.perf_counter()

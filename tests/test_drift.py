@@ -29,6 +29,7 @@ DIFFERENT = {
     "TrainState": "recurrence, optax",
     "init_train_state": "recurrence, optax",
     "update": "scaled rewards, recurrence",
+    "flatten_state": "arrays that are spread over processes",
     "state_specs": "which axis holds the environments",
     "evaluate": "kinds of start and success, recurrence",
     "summarize_evaluation": "success rates",
