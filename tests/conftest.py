@@ -30,8 +30,16 @@ QUICK = {
         num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
     ),
     "ppo_minigrid_rnn": dict(
-        num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4,
-        env_id="MiniGrid-Empty-5x5-v0", num_minibatches=2, rnn_hidden_dim=16, head_hidden_dim=16,
+        num_envs=8,
+        num_steps=16,
+        total_timesteps=2560,
+        log_interval=2,
+        checkpoint_interval=5,
+        eval_episodes=4,
+        env_id="MiniGrid-Empty-5x5-v0",
+        num_minibatches=2,
+        rnn_hidden_dim=16,
+        head_hidden_dim=16,
     ),
 }
 MODULES = [importlib.import_module(name) for name in QUICK]

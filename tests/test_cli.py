@@ -91,7 +91,9 @@ def test_bad_arguments_are_refused(script, flag, value, capsys):
 
 def test_more_devices_than_there_are(script, tmp_path, capsys):
     """Eight devices where JAX sees four: wrong usage, and no run folder is left behind."""
-    args = quick_args(script, num_devices=8, num_envs=16, runs_dir=str(tmp_path / "runs"), videos_dir=str(tmp_path / "videos"))
+    args = quick_args(
+        script, num_devices=8, num_envs=16, runs_dir=str(tmp_path / "runs"), videos_dir=str(tmp_path / "videos")
+    )
     code, error = failure(script, args, capsys)
     assert code == 2 and "--num-devices" in error
     assert not list(tmp_path.rglob("*__*"))

@@ -377,3 +377,28 @@ def test_levels_depend_on_the_key_alone():
     a, b, c = (env.reset(jax.random.key(k)) for k in (0, 0, 1))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), a, b))
     assert (a.grid != c.grid).any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "MiniGrid-Dynamic-Obstacles-6x6-v0"])
+def test_ended_episodes_get_levels_of_their_own(env_id, share):
+    """However many end at once: the others go on, and the new levels are independent draws, no two the same draw."""
+    env, n = script.find_env(env_id), 4_000
+    states = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), n))
+    going_on = states._replace(step_count=states.step_count + 7)
+    done = np.random.default_rng(0).random(n) < share
+    reset = jax.jit(lambda key: script.reset_ended(env, key, jnp.asarray(done), going_on))
+    after = jax.device_get(reset(jax.random.key(2))._replace(key=None))
+    before = jax.device_get(going_on._replace(key=None))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[~done], y[~done]), after, before)
+    assert (after.step_count == np.where(done, 0, 7)).all()
+    if share < 0.5:
+        return
+    fresh = jax.tree.map(lambda x: x[done], after)
+    ours, theirs = features(fresh, env.width), features(farama_levels(env_id, 1_000), env.width)
+    for name in ours:
+        assert same_distribution(ours[name], theirs[name]) > 1e-5, name
+    if "FourRooms" in env_id:  # so many possible levels that two equal ones would be one draw given twice
+        whole = np.concatenate([fresh.grid, fresh.position[:, None], fresh.direction[:, None]], axis=1)
+        repeated = len(whole) - len(np.unique(whole, axis=0))
+        assert repeated <= 3
