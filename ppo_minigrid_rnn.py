@@ -876,7 +876,7 @@ def gru(projected, recurrent, bias, hidden, start):
         hidden = jnp.where(start, 0.0, hidden)
         product = jnp.dot(recurrent, hidden.astype(recurrent.dtype), preferred_element_type=jnp.float32)
         (reset_x, update_x, new_x), (reset_h, update_h, new_h) = (jnp.split(x, 3) for x in (projected, product))
-        update = jax.nn.sigmoid(update_x + update_h)
+        update = jax.nn.sigmoid(update_x + update_h + KEEP_BIAS)
         new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * (new_h + bias))
         hidden = (1 - update) * new + update * hidden
         return hidden, hidden
@@ -939,6 +939,7 @@ class Agent(nn.Module):
 
 
 GATES = "reset", "update", "new"
+KEEP_BIAS = 2.0  # at first a hidden unit keeps about 88% at each step, so that gradients reach further back
 CODE_LAYERS = (16, 2, 1), (32, 2, 1), (64, 2, 1)  # features, extent and stride of each convolution
 PIXEL_LAYERS = (16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)
 
