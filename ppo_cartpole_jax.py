@@ -629,7 +629,9 @@ def over_seeds(function):
 
 
 def make_mesh(args):
-    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+    """`num_devices` devices of every process, in the order of the processes."""
+    devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
+    return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
 def state_specs(state):

@@ -6,15 +6,14 @@
 # ///
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update in JAX.
 
-    python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute on two CPU cores
+    python ppo_minigrid_rnn.py                            # solves DoorKey-6x6 in 500 thousand steps
     python ppo_minigrid_rnn.py --env-id MemoryS9          # --list-envs lists all
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
 The reference's setting, for comparisons:
 
     python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \\
-        --num-minibatches 16 --learning-rate 1e-3 --gae-lambda 0.95 --adam-eps 1e-8 --rnn-hidden-dim 1024 \\
-        --head-hidden-dim 256
+        --num-minibatches 16 --norm-adv --ent-coef 0.01 --rnn-hidden-dim 1024 --head-hidden-dim 256
 
 The environments are Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and distributions of
 levels. Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
@@ -40,8 +39,10 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -78,7 +80,15 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices over which the environments are sharded"""
+    """devices (of each process) over which the environments are sharded"""
+    distributed: bool = False
+    """train with several processes that each run this command; the first one writes"""
+    coordinator_address: str | None = None
+    """address:port of the first process; this and the next two only where JAX cannot find them (SLURM, MPI, TPU)"""
+    num_processes: int | None = None
+    """processes that train together"""
+    process_id: int | None = None
+    """number of this process, from 0"""
     exp_name: str = SCRIPT
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
@@ -109,13 +119,13 @@ class Args:
     """Weights & Biases project"""
 
     # Environment
-    env_id: str = "MiniGrid-Empty-8x8-v0"
+    env_id: str = "MiniGrid-DoorKey-6x6-v0"
     """environment, with or without "MiniGrid-" and "-v0" """
     list_envs: bool = False
     """print the environments and exit"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
-    num_envs: int = 512
+    num_envs: int = 64
     """parallel environments, over all devices, of each agent"""
 
     # Agent
@@ -133,9 +143,9 @@ class Args:
     """do the matrix products in bfloat16"""
 
     # Algorithm
-    total_timesteps: int = 600_000
+    total_timesteps: int = 500_000
     """environment steps of each agent, rounded down to whole updates"""
-    num_steps: int = 32
+    num_steps: int = 128
     """steps per environment and update"""
     learning_rate: float = 1e-3
     """Adam's learning rate (its initial value when annealed)"""
@@ -147,15 +157,15 @@ class Args:
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 16
     """minibatches per epoch, of whole environments"""
-    update_epochs: int = 1
+    update_epochs: int = 2
     """passes over the batch per update"""
-    norm_adv: bool = True
-    """normalise advantages in each minibatch"""
+    norm_adv: bool = False
+    """normalise advantages in each minibatch; before the first success that would only amplify noise"""
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
     """clip the value loss too, by the same range"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.003
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -163,8 +173,8 @@ class Args:
     """gradients are scaled down to this global norm"""
     target_kl: float | None = None
     """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
-    adam_eps: float = 1e-5
-    """Adam's epsilon"""
+    adam_eps: float = 1e-8
+    """Adam's epsilon: small, because rare rewards give small gradients"""
 
     def __post_init__(self):
         """Raises UsageError with a message a person can act on."""
@@ -187,8 +197,8 @@ class Args:
         _check(
             not self.track or importlib.util.find_spec("wandb"), "--track needs the wandb package: pip install wandb"
         )
-        devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
-        _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
+        devices, batch, minibatches = self.num_shards, self.batch_size, self.num_minibatches
+        _check(self.num_envs % devices == 0, f"--num_devices: {devices} devices must divide --num_envs {self.num_envs}")
         share = self.num_envs // devices
         _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's {share} environments")
         _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
@@ -197,6 +207,11 @@ class Args:
     def batch_size(self) -> int:
         """Environment steps of one update."""
         return self.num_envs * self.num_steps
+
+    @property
+    def num_shards(self) -> int:
+        """Devices of all processes."""
+        return self.num_devices * (self.num_processes or 1)
 
     @property
     def num_updates(self) -> int:
@@ -253,7 +268,7 @@ class State(NamedTuple):
     carrying: jax.Array  # [] uint8, packed cell, EMPTY for nothing
     step_count: jax.Array  # [] int32
     max_steps: jax.Array  # [] int32
-    marks: jax.Array  # [M] int32, cells that the end rule looks at (Dynamic-Obstacles: the obstacles, in moving order)
+    marks: jax.Array | None  # [M] int32, cells for the end rule (Dynamic-Obstacles: the obstacles, in moving order)
     key: jax.Array | None = None  # random key of the obstacles' moves, only where there are any
 
 
@@ -472,25 +487,13 @@ def red_blue_end(before, action, after):
 
 
 # Level generators: (env, key) -> State -------------------------------------------------------------------------------
-# One call draws all uniforms of a level. Where Farama tries random cells until one fits, the generators number the
-# cells that fit and draw once: the same distribution without a loop, sort or score per cell.
+# One call draws all uniforms of a level. Where Farama tries random cells until one fits, `place` draws once from the
+# cells that fit: the same distribution.
 
 
 def below(uniform, n):
     """Uniform integer below n from a uniform float."""
     return (uniform * n).astype(jnp.int32)
-
-
-def below_except(uniform, n, taken):
-    """Uniform integer below n that is not in the ascending list `taken`; returns it and the list with it."""
-    number = below(uniform, n - len(taken))
-    for other in taken:
-        number += number >= other
-    larger, ascending = number, []
-    for other in taken:
-        ascending.append(jnp.minimum(larger, other))
-        larger = jnp.maximum(larger, other)
-    return number, [*ascending, larger]
 
 
 def pick(uniform, allowed):
@@ -499,28 +502,35 @@ def pick(uniform, allowed):
     return (rank <= below(uniform, rank[-1])).sum(dtype=jnp.int32)
 
 
+def place(uniform, grid, region=True, taken=-1):
+    """Uniformly one of the empty cells of a region ([H * W] bool), but not the cell `taken`."""
+    return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
+
+
+def place_agent(env, uniform, grid, region):
+    """(cell, direction), uniform over those in a region with nothing or a wall in front, as RoomGrid places agents."""
+    fronts = jnp.stack([jnp.roll(grid, -ahead) for ahead in (1, env.width, -1, -env.width)])
+    choice = pick(uniform, ((grid == EMPTY) & region & ((fronts == EMPTY) | (fronts == GREY_WALL))).ravel())
+    return choice % grid.size, choice // grid.size
+
+
 def coordinates(env):
     """Numpy (x, y) of every cell, each [H * W] int32."""
     y, x = np.divmod(np.arange(env.height * env.width, dtype=np.int32), env.width)
     return x, y
 
 
-def walled(env, extra=False):
-    """[H * W] uint8: empty cells within the outer walls, plus walls where `extra`."""
+def walled(env, extra=False, goal=False):
+    """[H * W] uint8: empty cells within the outer walls, plus walls where `extra`, plus the goal bottom right."""
     x, y = coordinates(env)
     border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
-    return jnp.where(border | extra, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
-
-
-def inner(env, number, left=1, top=1, width=None):
-    """Cell number `number`, row by row, of the rectangle with top left cell (left, top); else the interior."""
-    width = env.width - 2 if width is None else width
-    return (top + number // width) * env.width + left + number % width
+    grid = jnp.where(border | extra, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+    return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL) if goal else grid
 
 
 def start(env, grid, position, direction, marks=(), key=None):
     """The state at the start of an episode."""
-    marks = jnp.stack([jnp.asarray(m, jnp.int32) for m in marks]) if marks else jnp.zeros(0, jnp.int32)
+    marks = jnp.stack([jnp.asarray(m, jnp.int32) for m in marks]) if marks else None
     as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
     carrying, steps = jnp.uint8(EMPTY), as_int(0)
     return State(grid, as_int(position), as_int(direction), carrying, steps, as_int(env.max_steps), marks, key)
@@ -529,34 +539,26 @@ def start(env, grid, position, direction, marks=(), key=None):
 def empty_level(env, key, random_start=False):
     """A room with the goal in its bottom right corner; obstacles (if any) in other free cells, one at a time."""
     key, level_key = jax.random.split(key) if env.num_obstacles else (None, key)
-    num_cells = (env.width - 2) * (env.height - 2)
-    position, direction, taken = jnp.int32(0), 0, [jnp.int32(0), jnp.int32(num_cells - 1)]
     u = jax.random.uniform(level_key, (2 + env.num_obstacles,))
+    grid, position, direction, obstacles = walled(env, goal=True), env.width + 1, 0, []
     if random_start:
-        position, direction = below(u[0], num_cells - 1), below(u[1], 4)
-        taken[0] = position
-    obstacles = []
-    for i in range(env.num_obstacles):
-        number, taken = below_except(u[2 + i], num_cells, taken)
-        obstacles.append(inner(env, number))
-    grid = put(walled(env), inner(env, num_cells - 1), GREEN_GOAL)
-    if obstacles:
-        grid = put(grid, jnp.stack(obstacles), BLUE_BALL)
-    return start(env, grid, inner(env, position), direction, obstacles, key)
+        position, direction = place(u[0], grid), below(u[1], 4)
+    for uniform in u[2:]:
+        obstacles.append(place(uniform, grid, taken=position))
+        grid = put(grid, obstacles[-1], BLUE_BALL)
+    return start(env, grid, position, direction, obstacles, key)
 
 
 def door_key_level(env, key):
     """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
     u = jax.random.uniform(key, (5,))
     wall = 2 + below(u[0], env.width - 4)
-    room = (wall - 1) * (env.height - 2)
-    position, taken = below_except(u[1], room, [])
-    yellow_key, _ = below_except(u[2], room, taken)
-    door = (1 + below(u[3], env.height - 3)) * env.width + wall
-    grid = put(walled(env, coordinates(env)[0] == wall), door, DOOR_LOCKED + YELLOW)
-    grid = put(grid, inner(env, yellow_key, width=wall - 1), KEY + YELLOW)
-    grid = put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
-    return start(env, grid, inner(env, position, width=wall - 1), below(u[4], 4))
+    x, _ = coordinates(env)
+    door = (1 + below(u[1], env.height - 3)) * env.width + wall
+    grid = put(walled(env, x == wall, goal=True), door, DOOR_LOCKED + YELLOW)
+    position = place(u[2], grid, x < wall)
+    grid = put(grid, place(u[3], grid, x < wall, position), KEY + YELLOW)
+    return start(env, grid, position, below(u[4], 4))
 
 
 def four_rooms_level(env, key):
@@ -564,20 +566,12 @@ def four_rooms_level(env, key):
     u = jax.random.uniform(key, (7,))
     x, y = coordinates(env)
     middle = env.width // 2
-    room = middle - 1
-    top, bottom, left, right = 1 + below(u[:4], room) + np.array([0, middle, 0, middle])
-    gaps = jnp.stack((top * env.width + middle, bottom * env.width + middle, middle * env.width + left,
-                      middle * env.width + right))  # fmt: skip
-    grid = put(walled(env, (x == middle) | (y == middle)), gaps, EMPTY)
-
-    def free_cell(number):  # the rooms' cells first, across the walls, then the four gaps
-        column, row = number % (2 * room), number // (2 * room)
-        inside = (1 + row + (row >= room)) * env.width + 1 + column + (column >= room)
-        return jnp.where(number < 4 * room**2, inside, at(gaps, jnp.clip(number - 4 * room**2, 0)))
-
-    position, taken = below_except(u[4], 4 * room**2 + 4, [])
-    goal, _ = below_except(u[5], 4 * room**2 + 4, taken)
-    return start(env, put(grid, free_cell(goal), GREEN_GOAL), free_cell(position), below(u[6], 4))
+    top, bottom, left, right = 1 + below(u[:4], middle - 1) + np.array([0, middle, 0, middle])
+    gaps = [top * env.width + middle, bottom * env.width + middle, middle * env.width + left,
+            middle * env.width + right]  # fmt: skip
+    grid = put(walled(env, (x == middle) | (y == middle)), jnp.stack(gaps), EMPTY)
+    position = place(u[4], grid)
+    return start(env, put(grid, place(u[5], grid, taken=position), GREEN_GOAL), position, below(u[6], 4))
 
 
 def lava_gap_level(env, key):
@@ -586,8 +580,7 @@ def lava_gap_level(env, key):
     x, y = coordinates(env)
     gap_x, gap_y = 2 + below(u[0], env.width - 4), 1 + below(u[1], env.height - 2)
     lava = (x == gap_x) & (y != gap_y) & (y > 0) & (y < env.height - 1)
-    grid = jnp.where(lava, jnp.uint8(RED_LAVA), walled(env))
-    return start(env, put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL), env.width + 1, 0)
+    return start(env, jnp.where(lava, jnp.uint8(RED_LAVA), walled(env, goal=True)), env.width + 1, 0)
 
 
 def dist_shift_level(env, key, second_row):
@@ -602,28 +595,26 @@ def crossing_level(env, key, num_crossings, obstacle):
     """Rivers of lava or wall on even rows and columns, each with an opening on a random way to the goal."""
     x, y = coordinates(env)
     lines = np.arange(2, env.width - 2, 2)
-    u = jax.random.uniform(key, (2 * len(lines) + 2 * num_crossings,))
-    chosen, left = [], num_crossings  # a subset of fixed size: take each river with the chance that is left for it
-    for i in range(2 * len(lines)):
-        chosen.append(u[i] * (2 * len(lines) - i) < left)
-        left = left - chosen[-1]
-    columns, rows = jnp.stack(chosen[: len(lines)]), jnp.stack(chosen[len(lines) :])
-    in_column = ((x[:, None] == lines) & columns).any(1)
-    in_row = ((y[:, None] == lines) & rows).any(1)
-    river = (in_column | in_row) & (x > 0) & (y > 0) & (x < env.width - 1) & (y < env.height - 1)
-    grid = jnp.where(river, jnp.uint8(obstacle), walled(env))
+    u = jax.random.uniform(key, (3, num_crossings))
+    chosen = np.zeros(2 * len(lines), bool)
+    for uniform in u[0]:
+        chosen = chosen | (np.arange(len(chosen)) == pick(uniform, ~chosen))
+    columns, rows = jnp.split(chosen, 2)
+    river = ((x[:, None] == lines) & columns | (y[:, None] == lines) & rows).any(1)
+    inside = (x > 0) & (y > 0) & (x < env.width - 1) & (y < env.height - 1)
+    grid = jnp.where(river & inside, jnp.uint8(obstacle), walled(env, goal=True))
 
     room_x = room_y = jnp.int32(0)  # the rivers just crossed, left of and above the current room
-    for order, place in u[2 * len(lines) :].reshape(num_crossings, 2):
+    for order, where in u[1:].T:
         columns_left, rows_left = columns & (lines > room_x), rows & (lines > room_y)
         next_x = jnp.where(columns_left, lines, env.width - 1).min()
         next_y = jnp.where(rows_left, lines, env.height - 1).min()
         across = order * (columns_left.sum() + rows_left.sum()) < columns_left.sum()
-        opening_x = jnp.where(across, next_x, room_x + 1 + below(place, next_x - room_x - 1))
-        opening_y = jnp.where(across, room_y + 1 + below(place, next_y - room_y - 1), next_y)
+        opening_x = jnp.where(across, next_x, room_x + 1 + below(where, next_x - room_x - 1))
+        opening_y = jnp.where(across, room_y + 1 + below(where, next_y - room_y - 1), next_y)
         grid = put(grid, opening_y * env.width + opening_x, EMPTY)
         room_x, room_y = jnp.where(across, next_x, room_x), jnp.where(across, room_y, next_y)
-    return start(env, put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL), env.width + 1, 0)
+    return start(env, grid, env.width + 1, 0)
 
 
 def memory_level(env, key, random_length=False):
@@ -648,47 +639,31 @@ def memory_level(env, key, random_length=False):
     return start(env, grid, middle * env.width + 1 + below(u[3], end), 0, (beside + up, beside - up))
 
 
-def agent_beside_nothing(env, uniform, grid, cells):
-    """Agent's (cell, direction), uniform over those of `cells` ([n] numpy) where only a wall or nothing is in front."""
-    ahead = np.array([1, env.width, -1, -env.width])
-    front = at(grid, (cells[:, None] + ahead).ravel())
-    allowed = (at(grid, np.repeat(cells, 4)) == EMPTY) & ((front == EMPTY) | (front == GREY_WALL))
-    choice = pick(uniform, allowed)
-    return at(cells, choice // 4), choice % 4
-
-
 def unlock_level(env, key, box=False, ball=False):
     """Two 6x6 rooms, a locked door between them, key and agent in the left one; box behind, ball before the door."""
     u = jax.random.uniform(key, (7,))
-    x, _ = coordinates(env)
-    door = (1 + below(u[0], 4)) * env.width + 5
-    colour, box_colour = below(u[1], 6), below(u[2], 6)
+    x, y = coordinates(env)
+    door, colour = (1 + below(u[0], 4)) * env.width + 5, below(u[1], 6)
     grid = put(walled(env, x == 5), door, DOOR_LOCKED + colour)
     if box:  # not on or beside (8, 3): RoomGrid's provisional place of the agent, in the middle of the right room
-        cells = np.array([i for i in range(16) if abs(i % 4 - 2) + abs(i // 4 - 2) > 1])
-        cell = inner(env, at(cells, below(u[3], len(cells))), left=6, width=4)
-        grid = put(grid, cell, BOX + box_colour)
-    taken = []
+        cell = place(u[2], grid, (x > 5) & (abs(x - 8) + abs(y - 3) > 1))
+        grid = put(grid, cell, BOX + below(u[3], 6))
     if ball:
         grid = put(grid, door - 1, BALL + below(u[4], 6))
-        taken = [4 * (door // env.width) - 1]
-    number, _ = below_except(u[5], 16, taken)
-    grid = put(grid, inner(env, number, width=4), KEY + colour)
-    position, direction = agent_beside_nothing(env, u[6], grid, inner(env, np.arange(16), width=4))
-    return start(env, grid, position, direction, (door,))
+    grid = put(grid, place(u[5], grid, x < 5), KEY + colour)
+    return start(env, grid, *place_agent(env, u[6], grid, x < 5), (door,))
 
 
 def red_blue_doors_level(env, key):
     """A room in the middle with a red door in its left and a blue one in its right wall, agent inside."""
     u = jax.random.uniform(key, (4,))
     x, _ = coordinates(env)
-    size = env.height
-    left, right = size // 2, size // 2 + size - 1
-    red = (1 + below(u[0], size - 2)) * env.width + left
-    blue = (1 + below(u[1], size - 2)) * env.width + right
-    grid = put(walled(env, (x == left) | (x == right)), red, DOOR_CLOSED + RED)
-    position = inner(env, below(u[2], (size - 2) ** 2), left=left + 1, width=size - 2)
-    return start(env, put(grid, blue, DOOR_CLOSED + BLUE), position, below(u[3], 4), (red, blue))
+    left, right = env.height // 2, env.height // 2 + env.height - 1
+    red, blue = ((1 + below(u[i], env.height - 2)) * env.width + wall for i, wall in enumerate((left, right)))
+    grid = walled(env, (x == left) | (x == right))
+    position = place(u[2], grid, (x > left) & (x < right))
+    grid = put(put(grid, red, DOOR_CLOSED + RED), blue, DOOR_CLOSED + BLUE)
+    return start(env, grid, position, below(u[3], 4), (red, blue))
 
 
 def key_corridor_level(env, key):
@@ -700,15 +675,13 @@ def key_corridor_level(env, key):
     num_rows = env.height // 2
     u = jax.random.uniform(key, (5 + 8 * num_rows,))
     x, y = coordinates(env)
-    behind, key_row = below(u[0], num_rows), below(u[1], num_rows)
-    colour = below(u[2], 6)
+    behind, key_row, colour = below(u[0], num_rows), below(u[1], num_rows), below(u[2], 6)
     grid = walled(env, (x % 2 == 0) | ((y % 2 == 0) & (x != 3)))
     grid = put(grid, (2 * behind + 1) * env.width + 4, DOOR_LOCKED + colour)
     grid = put(grid, (2 * behind + 1) * env.width + 5, BALL + below(u[3], 6))
     grid = put(grid, (2 * key_row + 1) * env.width + 1, KEY + colour)
     middle = 2 * (num_rows // 2) + 1  # the agent's room, with the removed walls above and below it
-    cells = np.array([r * env.width + 3 for r in range(middle - 1, middle + 2) if 0 < r < env.height - 1])
-    position, direction = agent_beside_nothing(env, u[4], grid, cells)
+    agent = place_agent(env, u[4], grid, (x == 3) & (abs(y - middle) <= 1))
 
     # [R, 4] possible doors of each row: left room to hallway, hallway to right room, left and right room downwards
     times, colours = u[5:].reshape(2, num_rows, 4)
@@ -716,19 +689,14 @@ def key_corridor_level(env, key):
     locked, bottom = row == behind, row == num_rows - 1
     never = jnp.concatenate((row < 0, locked, bottom, bottom | locked | (row + 1 == behind)), axis=1)
     times = jnp.where(never, jnp.inf, times)
-    reached = list(times[:, :2])  # when the rooms of each row are reached: first from above, then from below
-    for r in range(1, num_rows):
-        reached[r] = jnp.minimum(reached[r], jnp.maximum(reached[r - 1], times[r - 1, 2:]))
-    for r in range(num_rows - 2, -1, -1):
-        reached[r] = jnp.minimum(reached[r], jnp.maximum(reached[r + 1], times[r, 2:]))
-    reached = jnp.stack(reached)
+    reached, down, up = times[:, :2], times[:, 2:], jnp.roll(times[:, 2:], 1, axis=0)
+    for _ in range(num_rows - 1):  # when each room is reached, first through its own door, then through neighbours
+        through = jnp.maximum(jnp.roll(reached, -1, axis=0), down), jnp.maximum(jnp.roll(reached, 1, axis=0), up)
+        reached = jnp.minimum(reached, jnp.minimum(*through))
     opened = times <= jnp.where(jnp.isinf(reached), 0, reached).max()  # infinite only where the lock is the way in
     places = (2 * row + np.array([1, 1, 2, 2])) * env.width + np.array([2, 4, 1, 5])
-    for r, d in np.ndindex(num_rows, 4):
-        if d < 2 or r < num_rows - 1:
-            door = DOOR_CLOSED + below(colours[r, d], 6)
-            grid = put(grid, jnp.where(opened[r, d], int(places[r, d]), -1), door)
-    return start(env, grid, position, direction)
+    doors = jnp.where(opened, jnp.uint8(DOOR_CLOSED) + below(colours, 6).astype(jnp.uint8), at(grid, places))
+    return start(env, grid.at[places].set(doors), *agent)
 
 
 # The ids --------------------------------------------------------------------------------------------------------------
@@ -736,45 +704,42 @@ def key_corridor_level(env, key):
 
 def list_environments():
     """Every id -> its environment, with the sizes and limits of Farama's registry."""
-    envs, through, no_pickup = {}, {"see_through_walls": True}, {"can_pick_up": False}
+    envs, options = {}, functools.partial
 
-    def add(name, width, height, max_steps, level, end_rule=None, constants=None, **options):
-        level = functools.partial(level, **options) if options else level
+    def add(name, width, height, max_steps, level, **constants):
         env_id = f"MiniGrid-{name}-v0"
-        envs[env_id] = MiniGrid(env_id, width, height, max_steps, level, end_rule, **(constants or {}))
+        envs[env_id] = MiniGrid(env_id, width, height, max_steps, level, **constants)
 
+    random_start = options(empty_level, random_start=True)
     for n in (5, 6, 8, 16):
-        add(f"Empty-{n}x{n}", n, n, 4 * n**2, empty_level, None, through)
+        add(f"Empty-{n}x{n}", n, n, 4 * n**2, empty_level, see_through_walls=True)
     for n in (5, 6):
-        add(f"Empty-Random-{n}x{n}", n, n, 4 * n**2, empty_level, None, through, random_start=True)
+        add(f"Empty-Random-{n}x{n}", n, n, 4 * n**2, random_start, see_through_walls=True)
     for n in (5, 6, 8, 16):
         add(f"DoorKey-{n}x{n}", n, n, 10 * n**2, door_key_level)
     add("FourRooms", 19, 19, 100, four_rooms_level)
     for n in (5, 6, 7):
         add(f"LavaGapS{n}", n, n, 4 * n**2, lava_gap_level)
     for i, row in ((1, 2), (2, 5)):
-        add(f"DistShift{i}", 9, 7, 4 * 9 * 7, dist_shift_level, None, through, second_row=row)
+        add(f"DistShift{i}", 9, 7, 252, options(dist_shift_level, second_row=row), see_through_walls=True)
     for name, obstacle in (("Lava", RED_LAVA), ("Simple", GREY_WALL)):
         for n, k in ((9, 1), (9, 2), (9, 3), (11, 5)):
-            options = {"num_crossings": k, "obstacle": obstacle}
-            add(f"{name}CrossingS{n}N{k}", n, n, 4 * n**2, crossing_level, **options)
-    for n in (7, 9, 11, 13):
-        add(f"MemoryS{n}", n, n, 5 * n**2, memory_level, memory_end, no_pickup)
-    for n in (13, 17):
-        add(f"MemoryS{n}Random", n, n, 5 * n**2, memory_level, memory_end, no_pickup, random_length=True)
-    take_box, take_ball = (functools.partial(pickup_end, kind=kind) for kind in (BOX, BALL))
-    add("Unlock", 11, 6, 8 * 6**2, unlock_level, door_end)
-    add("UnlockPickup", 11, 6, 8 * 6**2, unlock_level, take_box, box=True)
-    add("BlockedUnlockPickup", 11, 6, 16 * 6**2, unlock_level, take_box, box=True, ball=True)
+            level = options(crossing_level, num_crossings=k, obstacle=obstacle)
+            add(f"{name}CrossingS{n}N{k}", n, n, 4 * n**2, level)
+    for name, n in (("7", 7), ("9", 9), ("11", 11), ("13", 13), ("13Random", 13), ("17Random", 17)):
+        level = options(memory_level, random_length="Random" in name)
+        add(f"MemoryS{name}", n, n, 5 * n**2, level, end_rule=memory_end, can_pick_up=False)
+    take_box, take_ball = options(pickup_end, kind=BOX), options(pickup_end, kind=BALL)
+    add("Unlock", 11, 6, 288, unlock_level, end_rule=door_end)
+    add("UnlockPickup", 11, 6, 288, options(unlock_level, box=True), end_rule=take_box)
+    add("BlockedUnlockPickup", 11, 6, 576, options(unlock_level, box=True, ball=True), end_rule=take_box)
     for n in (6, 8):
-        add(f"RedBlueDoors-{n}x{n}", 2 * n, n, 20 * n**2, red_blue_doors_level, red_blue_end)
+        add(f"RedBlueDoors-{n}x{n}", 2 * n, n, 20 * n**2, red_blue_doors_level, end_rule=red_blue_end)
     for rows in (1, 2, 3):
-        add(f"KeyCorridorS3R{rows}", 7, 2 * rows + 1, 30 * 3**2, key_corridor_level, take_ball)
-    for n, k in ((5, 2), (6, 3), (8, 4), (16, 8)):
-        for name, random_start in (("", False), ("Random-", True))[: 2 if n < 8 else 1]:
-            constants = through | {"num_obstacles": k}
-            name = f"Dynamic-Obstacles-{name}{n}x{n}"
-            add(name, n, n, 4 * n**2, empty_level, None, constants, random_start=random_start)
+        add(f"KeyCorridorS3R{rows}", 7, 2 * rows + 1, 270, key_corridor_level, end_rule=take_ball)
+    for name, n, k in (("", 5, 2), ("Random-", 5, 2), ("", 6, 3), ("Random-", 6, 3), ("", 8, 4), ("", 16, 8)):
+        constants = {"see_through_walls": True, "num_obstacles": k}
+        add(f"Dynamic-Obstacles-{name}{n}x{n}", n, n, 4 * n**2, random_start if name else empty_level, **constants)
     return envs
 
 
@@ -800,6 +765,21 @@ def make_env(args):
 RGB = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]])  # of COLOURS
 
 
+SHAPES = {  # of each kind: boxes (left, right, top, bottom, brightness) and discs (x, y, radius, brightness)
+    WALL: [(0, 1, 0, 1, 1)],
+    FLOOR: [(0.031, 1, 0.031, 1, 0.5)],
+    DOOR_OPEN: [(0.88, 1, 0, 1, 1), (0.92, 0.96, 0.04, 0.96, 0)],
+    DOOR_LOCKED: [(0, 1, 0, 1, 1), (0.06, 0.94, 0.06, 0.94, 0.45), (0.52, 0.75, 0.5, 0.56, 1)],
+    DOOR_CLOSED: [(i, 1 - i, i, 1 - i, i in (0, 0.08)) for i in (0, 0.04, 0.08, 0.12)] + [(0.75, 0.5, 0.08, 1)],
+    KEY: [(0.5, 0.63, 0.31, 0.88, 1), (0.38, 0.5, 0.59, 0.66, 1), (0.38, 0.5, 0.81, 0.88, 1)]
+    + [(0.56, 0.28, 0.19, 1), (0.56, 0.28, 0.064, 0)],
+    BALL: [(0.5, 0.5, 0.31, 1)],
+    BOX: [(0.12, 0.88, 0.12, 0.88, 1), (0.18, 0.82, 0.18, 0.82, 0), (0.16, 0.84, 0.47, 0.53, 1)],
+    GOAL: [(0, 1, 0, 1, 1)],
+    LAVA: [(0, 1, 0, 1, 1)],
+}
+
+
 @functools.cache
 def draw_tile(cell, direction, lit, size):
     """[size, size, 3] uint8 of one packed cell, with the agent on it if `direction` is given, brighter if `lit`.
@@ -808,52 +788,24 @@ def draw_tile(cell, direction, lit, size):
     """
     axis = (np.arange(3 * size) + 0.5) / (3 * size)
     x, y = np.meshgrid(axis, axis)
+    kind = cell & 0xF8
+    colour = np.array([255, 128, 0]) if kind == LAVA else RGB[min(cell & 7, 5)]
     image = np.zeros((3 * size, 3 * size, 3), np.uint8)
-    kind, colour, grey, black = cell & 0xF8, RGB[min(cell & 7, 5)], RGB[GREY], (0, 0, 0)
-
-    def box(left, right, top, bottom, fill):
-        image[(x >= left) & (x <= right) & (y >= top) & (y <= bottom)] = fill
-
-    def disc(centre_x, centre_y, radius, fill):
-        image[(x - centre_x) ** 2 + (y - centre_y) ** 2 <= radius**2] = fill
-
-    box(0, 0.031, 0, 1, grey)  # the grid lines
-    box(0, 1, 0, 0.031, grey)
-    if kind in (WALL, GOAL):
-        box(0, 1, 0, 1, colour)
-    elif kind == FLOOR:
-        box(0.031, 1, 0.031, 1, colour // 2)
-    elif kind == LAVA:
-        box(0, 1, 0, 1, (255, 128, 0))
+    image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
+    for *shape, brightness in SHAPES.get(kind, ()):
+        if len(shape) == 4:
+            left, right, top, bottom = shape
+            inside = (x >= left) & (x <= right) & (y >= top) & (y <= bottom)
+        else:
+            inside = (x - shape[0]) ** 2 + (y - shape[1]) ** 2 <= shape[2] ** 2
+        image[inside] = (brightness * colour).astype(np.uint8)
+    if kind == LAVA:
         for i, top in np.ndindex(4, 3):  # three waves of four strokes, each 0.2 wide, 0.1 high and 0.06 thick
             start_x, start_y, slope = 0.1 + 0.2 * i, 0.3 + 0.2 * top + 0.1 * (i % 2), 0.5 - i % 2
             along = np.clip(((x - start_x) + slope * (y - start_y)) / (1 + slope**2), 0, 0.2)
             stroke = np.hypot(x - start_x - along, y - start_y - slope * along) <= 0.03
             box_y = np.abs(y - start_y - 0.1 * slope) <= 0.08 + 1e-9
-            image[stroke & (np.abs(x - start_x - 0.1) <= 0.13 + 1e-9) & box_y] = black
-    elif kind == DOOR_OPEN:
-        box(0.88, 1, 0, 1, colour)
-        box(0.92, 0.96, 0.04, 0.96, black)
-    elif kind == DOOR_LOCKED:
-        box(0, 1, 0, 1, colour)
-        box(0.06, 0.94, 0.06, 0.94, (0.45 * colour).astype(np.uint8))
-        box(0.52, 0.75, 0.5, 0.56, colour)
-    elif kind == DOOR_CLOSED:
-        for inset, fill in ((0, colour), (0.04, black), (0.08, colour), (0.12, black)):
-            box(inset, 1 - inset, inset, 1 - inset, fill)
-        disc(0.75, 0.5, 0.08, colour)
-    elif kind == KEY:
-        box(0.5, 0.63, 0.31, 0.88, colour)
-        box(0.38, 0.5, 0.59, 0.66, colour)
-        box(0.38, 0.5, 0.81, 0.88, colour)
-        disc(0.56, 0.28, 0.19, colour)
-        disc(0.56, 0.28, 0.064, black)
-    elif kind == BALL:
-        disc(0.5, 0.5, 0.31, colour)
-    elif kind == BOX:
-        box(0.12, 0.88, 0.12, 0.88, colour)
-        box(0.18, 0.82, 0.18, 0.82, black)
-        box(0.16, 0.84, 0.47, 0.53, colour)
+            image[stroke & (np.abs(x - start_x - 0.1) <= 0.13 + 1e-9) & box_y] = 0
     if direction is not None:  # a triangle that points to where the agent looks: turn the pixels into its frame
         cos, sin = (1, 0, -1, 0)[direction], (0, 1, 0, -1)[direction]
         ahead, aside = 0.5 + cos * (x - 0.5) + sin * (y - 0.5), np.abs(cos * (y - 0.5) - sin * (x - 0.5))
@@ -907,6 +859,12 @@ def patches(x, size, stride):
     return jnp.concatenate(slices)
 
 
+def one_hot_codes(x):
+    """[4 * 3, ...] -> [80, ...] bool, of patches of Farama's objects, colours and states."""
+    codes = ((x[i::3, None] == np.arange(n).reshape(-1, *[1] * (x.ndim - 1))) for i, n in enumerate((11, 6, 3)))
+    return jnp.concatenate([code.reshape(-1, *x.shape[1:]) for code in codes])
+
+
 def gru(projected, recurrent, bias, hidden, start):
     """Gated recurrent unit (https://arxiv.org/abs/1406.1078, with PyTorch's reset gate): hidden states [T, H, M].
 
@@ -918,7 +876,7 @@ def gru(projected, recurrent, bias, hidden, start):
         hidden = jnp.where(start, 0.0, hidden)
         product = jnp.dot(recurrent, hidden.astype(recurrent.dtype), preferred_element_type=jnp.float32)
         (reset_x, update_x, new_x), (reset_h, update_h, new_h) = (jnp.split(x, 3) for x in (projected, product))
-        update = jax.nn.sigmoid(update_x + update_h)
+        update = jax.nn.sigmoid(update_x + update_h + KEEP_BIAS)
         new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * (new_h + bias))
         hidden = (1 - update) * new + update * hidden
         return hidden, hidden
@@ -954,14 +912,12 @@ class Agent(nn.Module):
             )
             return (product + bias).reshape(features, *x.shape[1:])
 
-        image = inputs.image.reshape(-1, *inputs.image.shape[2:]).transpose(3, 1, 2, 0)  # [3, Y, X, B]
-        if args.img_obs:
-            x, layers = image.astype(dtype) / 255, ((16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2))
-        else:  # one-hot object, colour and state: the first layer on these is an embedding
-            codes = [image[i] == np.arange(n, dtype=np.uint8)[:, None, None, None] for i, n in enumerate(NUM_CODES)]
-            x, layers = jnp.concatenate(codes).astype(dtype), ((16, 2, 1), (32, 2, 1), (64, 2, 1))
-        for i, (features, extent, stride) in enumerate(layers):
-            x = nn.relu(dense(patches(x, extent, stride), features, math.sqrt(2), f"conv{i}")).astype(dtype)
+        x = inputs.image.reshape(-1, *inputs.image.shape[2:]).transpose(3, 1, 2, 0)  # [3, Y, X, B]
+        for i, (features, extent, stride) in enumerate(PIXEL_LAYERS if args.img_obs else CODE_LAYERS):
+            x = patches(x, extent, stride)
+            if i == 0:
+                x = x.astype(dtype) / 255 if args.img_obs else one_hot_codes(x).astype(dtype)
+            x = nn.relu(dense(x, features, math.sqrt(2), f"conv{i}")).astype(dtype)
         direction, action = (x.reshape(-1) for x in (inputs.direction, inputs.action))
         embedding = weight("action", (args.action_emb_dim, self.num_actions + 1), 1.0)
         embedded = embedding @ jax.nn.one_hot(action, self.num_actions + 1, axis=0, dtype=dtype)
@@ -983,7 +939,9 @@ class Agent(nn.Module):
 
 
 GATES = "reset", "update", "new"
-NUM_CODES = 11, 6, 3  # Farama's objects, colours and states
+KEEP_BIAS = 2.0  # at first a hidden unit keeps about 88% at each step, so that gradients reach further back
+CODE_LAYERS = (16, 2, 1), (32, 2, 1), (64, 2, 1)  # features, extent and stride of each convolution
+PIXEL_LAYERS = (16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)
 
 
 def initial_memory(args, env, num_envs):
@@ -1010,6 +968,34 @@ def init_params(args, key, env):
 def forward(args, env, params, inputs, hidden):
     """Logits [T, M, A], values [T, M] and hidden states [T, M, L, H] of `Inputs` [T, M] that start from `hidden`."""
     return Agent(args, env.num_actions).apply(params, inputs, hidden)
+
+
+def sample_noise(key, shape):
+    """The random numbers that `sample_action` needs for this many actions."""
+    return jax.random.uniform(key, shape)
+
+
+def sample_action(logits, noise):
+    """Actions [...] drawn from logits [..., A] with one uniform each, by inverting the cumulative distribution."""
+    cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
+    return (noise[..., None] >= cumulative[..., :-1]).sum(-1)
+
+
+def greedy_action(logits):
+    """The most likely actions [...]."""
+    return logits.argmax(-1)
+
+
+def action_logprob(logits, action):
+    """Log-probabilities [...] of actions."""
+    chosen = action[..., None] == jnp.arange(logits.shape[-1])  # a sum over few actions is cheaper than a gather
+    return (jax.nn.log_softmax(logits) * chosen).sum(-1)
+
+
+def entropy(logits):
+    """Mean entropy of a distribution."""
+    logprobs = jax.nn.log_softmax(logits)
+    return -(jnp.exp(logprobs) * logprobs).sum(-1).mean()
 
 
 # ======================================================================================================================
@@ -1058,7 +1044,7 @@ class Trajectory(NamedTuple):
 
     inputs: Inputs  # of [T, N]
     action: jax.Array  # [T, N]
-    logits: jax.Array  # [T, N, A]
+    logprob: jax.Array  # [T, N]
     value: jax.Array  # [T, N]
     reward: jax.Array  # [T, N]
     terminated: jax.Array  # [T, N]
@@ -1078,40 +1064,45 @@ class Batch(NamedTuple):
     value: jax.Array  # [T, M]
 
 
-def select_logprob(logits, action):
-    """Log-probabilities [..., A] and that of the actions [...]."""
-    logprobs = jax.nn.log_softmax(logits)
-    chosen = action[..., None] == jnp.arange(logits.shape[-1])  # a sum over few actions is cheaper than a gather
-    return logprobs, (logprobs * chosen).sum(-1)
-
-
-def sample_action(logits, uniform):
-    """Actions [...] drawn from logits [..., A] with one uniform each, by inverting the cumulative distribution."""
-    cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
-    return (uniform[..., None] >= cumulative[..., :-1]).sum(-1)
-
-
 def where_envs(condition, new, old):
     """Trees of [N, ...]: `new` where the condition [N] holds."""
     expand = lambda x: condition.reshape(-1, *[1] * (x.ndim - 1))
     return jax.tree.map(lambda new, old: jnp.where(expand(old), new, old), new, old)
 
 
+def reset_ended(env, key, done, env_state):
+    """States [N], those that are `done` replaced by independent new levels.
+
+    Most steps end few episodes, so levels are made for a small number of them at a time, until none is left.
+    """
+    num_levels = max(1, done.size // 64)
+
+    def replace_some(carry):
+        key, done, env_state = carry
+        key, level_key = jax.random.split(key)
+        levels = jax.vmap(env.reset)(jax.random.split(level_key, num_levels))
+        rank = jnp.cumsum(done)
+        where = jnp.searchsorted(rank, jnp.arange(1, num_levels + 1))  # N, which is dropped, once none is left
+        env_state = jax.tree.map(lambda old, new: old.at[where].set(new, mode="drop"), env_state, levels)
+        return key, done & (rank > num_levels), env_state
+
+    return jax.lax.while_loop(lambda carry: carry[1].any(), replace_some, (key, done, env_state))[2]
+
+
 def rollout(args, env, params, env_state, memory, episodes, key):
     """Takes T steps in N environments that reset themselves; returns (env_state, memory, episodes, trajectory)."""
     action_key, reset_key = jax.random.split(key)
     num_envs = episodes.length.shape[0]
-    # All random numbers in two calls: far cheaper than splitting a key per step and environment.
-    uniforms = jax.random.uniform(action_key, (args.num_steps, num_envs))
-    resets = jax.vmap(jax.vmap(env.reset))(jax.random.split(reset_key, (args.num_steps, num_envs)))
+    noises = sample_noise(action_key, (args.num_steps, num_envs))
     blank = initial_memory(args, env, num_envs)
 
     def step(carry, inputs):
         env_state, memory, episodes = carry
-        uniform, reset_state = inputs
+        noise, reset_key = inputs
         seen = see(args, env, env_state, memory)
-        logits, value, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
-        action = sample_action(logits, uniform)
+        dist, value, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
+        action = sample_action(dist, noise)
+        logprob = action_logprob(dist, action)
         next_state, reward, terminated = jax.vmap(env.step)(env_state, action)
         ret, length = episodes.ret + reward, episodes.length + 1
         truncated = next_state.step_count >= env.max_steps
@@ -1120,11 +1111,12 @@ def rollout(args, env, params, env_state, memory, episodes, key):
         episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
         seen, after = jax.tree.map(lambda x: x[0], seen), Memory(hidden, action, reward)
         memory = where_envs(done & args.reset_hidden, blank, after)
-        env_state = where_envs(done, reset_state, next_state)
+        env_state = reset_ended(env, reset_key, done, next_state)
         outcome = reward, terminated, truncated, next_state._replace(key=None), after
-        return (env_state, memory, episodes), Trajectory(seen, action, logits, value, *outcome)
+        return (env_state, memory, episodes), Trajectory(seen, action, logprob, value, *outcome)
 
-    carry, trajectory = jax.lax.scan(step, (env_state, memory, episodes), (uniforms, resets))
+    reset_keys = jax.random.split(reset_key, args.num_steps)
+    carry, trajectory = jax.lax.scan(step, (env_state, memory, episodes), (noises, reset_keys))
     if args.reset_hidden:  # tell the replay; the hidden state that the first step starts from is already reset
         start = (trajectory.terminated | trajectory.truncated)[:-1]
         start = jnp.concatenate([jnp.zeros((1, num_envs), bool), start])
@@ -1174,10 +1166,8 @@ def ppo_loss(params, batch, hidden, args, env):
 
     `hidden` [M, L, H] are the hidden states before the first step.
     """
-    logits, new_value, _ = forward(args, env, params, batch.inputs, hidden)
-    logprobs, logprob = select_logprob(logits, batch.action)
-    entropy = -(jnp.exp(logprobs) * logprobs).sum(-1).mean()
-    log_ratio = logprob - batch.logprob
+    dist, new_value, _ = forward(args, env, params, batch.inputs, hidden)
+    log_ratio = action_logprob(dist, batch.action) - batch.logprob
     ratio = jnp.exp(log_ratio)
     advantage = batch.advantage
     if args.norm_adv:
@@ -1193,11 +1183,11 @@ def ppo_loss(params, batch, hidden, args, env):
         value_error = jnp.maximum(value_error, (clipped_value - batch.ret) ** 2)
     value_loss = 0.5 * value_error.mean()
 
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy(dist)
     metrics = {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
-        "losses/entropy": entropy,
+        "losses/entropy": entropy(dist),
         "losses/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -1314,8 +1304,7 @@ def update(args, state):
     flags = traj.terminated, traj.truncated
     advantages = compute_gae(traj.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
     returns = advantages + values
-    _, logprobs = select_logprob(traj.logits, traj.action)
-    batch = Batch(traj.inputs, traj.action, logprobs, advantages, returns, values)
+    batch = Batch(traj.inputs, traj.action, traj.logprob, advantages, returns, values)
     learning_rate = make_schedule(args)(state.update)
     optimizer = state.params, state.opt_state
     hidden = state.memory.hidden  # before the rollout
@@ -1337,7 +1326,9 @@ def over_seeds(function):
 
 
 def make_mesh(args):
-    return Mesh(np.array(jax.devices()[: args.num_devices]), (AXIS,))
+    """`num_devices` devices of every process, in the order of the processes."""
+    devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
+    return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
 def state_specs(state):
@@ -1348,6 +1339,13 @@ def state_specs(state):
 
 
 ENV_FIELDS = "env_state", "memory", "episodes"
+
+
+def shard_state(args, state):
+    """Spreads a `TrainState`, the same in every process, over the mesh."""
+    mesh = make_mesh(args)
+    place = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    return jax.tree.map(place, state, state_specs(state))
 
 
 def make_train_step(args):
@@ -1392,9 +1390,9 @@ def evaluate(args, params, key):
         def step(carry):
             t, state, memory, ret, length, running, film = carry
             seen = see(args, env, state, memory)
-            logits, _, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
-            uniform = jax.random.uniform(jax.random.fold_in(action_key, t), (num,))
-            action = sample_action(logits, uniform) if args.eval_mode == "sampled" else logits.argmax(-1)
+            dist, _, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
+            noise = sample_noise(jax.random.fold_in(action_key, t), (num,))
+            action = sample_action(dist, noise) if args.eval_mode == "sampled" else greedy_action(dist)
             next_state, reward, terminated = jax.vmap(env.step)(state, action)
             state = where_envs(running, next_state, state)
             memory = where_envs(running, Memory(hidden, action, reward), memory)
@@ -1463,6 +1461,37 @@ def assess(args, state, video):
     return summarize_evaluation(args, evaluation)
 
 
+def join_processes(args, scratch):
+    """Starts JAX's distributed runtime; returns the arguments of this process.
+
+    All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
+    """
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
+    try:
+        jax.distributed.initialize(
+            args.coordinator_address, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--distributed: {error}") from error
+    args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
+    if args.process_id > 0:
+        sys.stdout, os.environ["WANDB_MODE"] = open(os.devnull, "w"), "disabled"
+        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch)
+        if args.resume:
+            args = dataclasses.replace(args, resume=shutil.copytree(args.resume, f"{scratch}/resumed"))
+    multihost_utils.sync_global_devices("the first process may write into a resumed run that the others have copied")
+    return args
+
+
+class StopSignals(list):
+    """Signals received. Asked for its truth, it tells whether any process has one, so that all stop at once."""
+
+    def __bool__(self):
+        received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
+        self.extend(received[received > 0].tolist())
+        return bool(received.any())  # not of `self`, to which a signal may just have been added
+
+
 class RunError(Exception):
     """A failure with a message for the user."""
 
@@ -1472,10 +1501,15 @@ def is_key(x):
 
 
 def flatten_state(state):
-    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data."""
+    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data.
+
+    Arrays that are spread over processes are gathered, in which all of them take part.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves)}
+    data = [jax.random.key_data(x) if is_key(x) else x for _, x in leaves]
+    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+    return {name: x if x.is_fully_addressable else gather(x) for name, x in zip(names, data)}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -1531,6 +1565,7 @@ def load_run(run_dir):
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
 RENEWABLE += "eval_mode eval_consecutive_episodes num_devices track wandb_project resume eval total_timesteps".split()
+RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 
 def merge_args(given, saved):
@@ -1637,9 +1672,9 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
-    devices = f"JAX sees {len(jax.devices())} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-    if args.num_devices > len(jax.devices()):
-        raise UsageError(f"--num-devices {args.num_devices}: {devices}")
+    devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+    if args.num_devices > jax.local_device_count():
+        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -1654,7 +1689,7 @@ def train(args, stop):
     state = init_train_state(args, seed_keys(args))
     if args.resume:
         state = load_checkpoint(run_dir, state)
-    state = jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
+    state = shard_state(args, state)
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -1721,15 +1756,17 @@ def evaluate_run(given):
 
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
-    stop = []  # signals received: training ends after the chunk that is running
+    stop = StopSignals()  # training ends after the chunk that is running
     handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         if args.list_envs:
             print("\n".join(f"{e.env_id:40} {e.width}x{e.height}, {e.max_steps} steps" for e in ENVIRONMENTS.values()))
             status = 0
         else:
-            status = evaluate_run(args) if args.eval else train(args, stop)
-    except (UsageError, RunError, OSError) as error:
+            with tempfile.TemporaryDirectory() as scratch:
+                args = join_processes(args, scratch) if args.distributed else args
+                status = evaluate_run(args) if args.eval else train(args, stop)
+    except (UsageError, RunError, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = getattr(error, "exit_status", 1)
     finally:

@@ -3,6 +3,7 @@
     python benchmarks/sps.py                       # every script with its own defaults and the reference settings
     python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (see requirements.txt)
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
+    python benchmarks/sps.py --env-only            # MiniGrid's environments alone, beside xminigrid
 
 Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
 together with ratios to the first candidate, because machines drift. A round ends with `block_until_ready`.
@@ -24,11 +25,17 @@ import jax.numpy as jnp
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# Reference settings of DESIGN: the classic CartPole run, the 1,024 x 128 swing-up.
+# Settings for comparisons: the classic CartPole run, the 1,024 x 128 swing-up, a recurrent agent of moderate size.
 REFERENCE = {
     "ppo_cartpole_jax": dict(num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, anneal_lr=False),
     "ppo_swingup_jax": dict(num_envs=1024, num_steps=128, update_epochs=4, num_minibatches=4),
-}
+    "ppo_minigrid_rnn": dict(
+        env_id="DoorKey-8x8", num_envs=1024, num_steps=16, update_epochs=1, num_minibatches=16, rnn_hidden_dim=64,
+        head_hidden_dim=64,
+    ),
+}  # fmt: skip
+# Ours -> the environment of xminigrid that comes closest (it sees through walls, ours does not).
+PEER_ENVIRONMENTS = {name: name for name in ("Empty-6x6", "DoorKey-8x8", "FourRooms")} | {"MemoryS9": "MemoryS8"}
 HIDDEN = {"ppo_cartpole_jax": (4, 64, 3), "ppo_swingup_jax": (5, 128, 2)}  # inputs, width, outputs of both networks
 
 
@@ -50,11 +57,10 @@ def ours(name, **changes):
     script = importlib.import_module(name)
     args = script.Args(**{"total_timesteps": 10**12, **changes})
     state = script.init_train_state(args, script.seed_keys(args))
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(script.make_mesh(args), spec), script.state_specs(state))
+    carry, updates = [script.shard_state(args, state)], 1
     start = time.perf_counter()
-    chunk = script.make_train_chunk(args).lower(jax.device_put(state, shardings), jnp.int32(1)).compile()
+    chunk = script.make_train_chunk(args).lower(carry[0], jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
-    carry, updates = [jax.device_put(state, shardings)], 1
 
     def run(updates):
         start = time.perf_counter()
@@ -65,6 +71,68 @@ def ours(name, **changes):
         updates *= 2
     updates = max(1, round(updates / seconds))
     return lambda: updates * args.batch_size * args.num_seeds / run(updates), compile_seconds
+
+
+def timed_steps(reset, step, num_envs, num_steps=64):
+    """Steps per second of `num_envs` environments and the seconds of compilation.
+
+    `reset(keys)` gives a carry, `step(carry, key)` takes a random action everywhere and gives (carry, observations).
+    """
+
+    def run_steps(carry, key):
+        def one(carry, key):
+            carry, observations = step(carry, key)
+            return carry, sum(x.sum(dtype=jnp.float32) for x in jax.tree.leaves(observations))  # all of it is needed
+
+        return jax.lax.scan(one, carry, jax.random.split(key, num_steps))
+
+    carry = [jax.jit(reset)(jax.random.split(jax.random.key(0), num_envs))]
+    start = time.perf_counter()
+    compiled = jax.jit(run_steps).lower(carry[0], jax.random.key(0)).compile()
+    compile_seconds = time.perf_counter() - start
+    calls = [0]
+
+    def run():
+        start, first = time.perf_counter(), calls[0]
+        while time.perf_counter() - start < 0.5:
+            calls[0] += 1
+            carry[0], sums = compiled(carry[0], jax.random.key(calls[0]))
+            sums.block_until_ready()
+        return (calls[0] - first) * num_steps * num_envs / (time.perf_counter() - start)
+
+    return run, compile_seconds
+
+
+def our_minigrid(env_id, num_envs):
+    import ppo_minigrid_rnn as script
+
+    env = script.find_env(env_id)
+
+    def step(state, key):
+        action_key, reset_key = jax.random.split(key)
+        state, reward, terminated = jax.vmap(env.step)(
+            state, jax.random.randint(action_key, (num_envs,), 0, env.num_actions)
+        )
+        done = terminated | (state.step_count >= env.max_steps)
+        state = script.reset_ended(env, reset_key, done, state)
+        return state, (jax.vmap(env.observe)(state), reward, done)
+
+    return timed_steps(jax.vmap(env.reset), step, num_envs)
+
+
+def xminigrid_env(env_id, num_envs):
+    import xminigrid
+    from xminigrid.wrappers import GymAutoResetWrapper
+
+    env, params = xminigrid.make(env_id)
+    env = GymAutoResetWrapper(env)
+
+    def step(timestep, key):
+        action = jax.random.randint(key, (num_envs,), 0, env.num_actions(params))
+        timestep = jax.vmap(env.step, (None, 0, 0))(params, timestep, action)
+        return timestep, (timestep.observation, timestep.reward, timestep.step_type)
+
+    return timed_steps(lambda keys: jax.vmap(env.reset, (None, 0))(params, keys), step, num_envs)
 
 
 def rejax_ppo():
@@ -131,6 +199,10 @@ def candidates(choice):
         yield "rejax", rejax_ppo
         yield "sbx", lambda: sb3_like("sbx")
         yield "stable-baselines3", lambda: sb3_like("stable_baselines3")
+    elif choice.env_only:
+        for ours_id, theirs in PEER_ENVIRONMENTS.items():
+            yield f"ppo_minigrid_rnn {ours_id}", lambda env_id=ours_id: our_minigrid(env_id, 8192)
+            yield f"xminigrid {theirs}", lambda env_id=theirs: xminigrid_env(f"MiniGrid-{env_id}", 8192)
     elif choice.scaling:
         field = choice.scaling.replace("-", "_")
         largest = choice.largest or (65_536 if field == "num_envs" else 256)
@@ -150,6 +222,7 @@ def candidates(choice):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", action="store_true", help="measure the peers beside ppo_cartpole_jax")
+    parser.add_argument("--env-only", action="store_true", help="MiniGrid without training, beside xminigrid")
     parser.add_argument("--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four")
     parser.add_argument("--script", default="ppo_cartpole_jax", help="the script whose scaling is measured")
     parser.add_argument("--largest", type=int, help="where the scaling ends")
@@ -168,17 +241,21 @@ def main():
     peak, entries = matrix_peak(), list(candidates(choice))
     # A scaling series is measured one size after the other: all sizes at once would not fit into memory.
     measured = {}
-    for group in [[entry] for entry in entries] if choice.scaling else [entries]:
+    pairs = [entries[i : i + 2] for i in range(0, len(entries), 2)]
+    for group in [[entry] for entry in entries] if choice.scaling else pairs if choice.env_only else [entries]:
         measured |= measure(group)
     rows = []
     for name, (rounds, compile_seconds) in measured.items():
         row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, "compile_seconds": compile_seconds}
-        row["ratio"] = statistics.median(a / b for a, b in zip(measured[entries[0][0]][0], rounds))
+        base = entries[0][0]
+        if choice.env_only:
+            base = next(ours for (ours, _), *rest in pairs if name in (ours, rest[0][0]))
+        row |= {"base": base, "ratio": statistics.median(a / b for a, b in zip(measured[base][0], rounds))}
         script = name.split()[0]
         if script in HIDDEN:
             row["floor_fraction"] = row["sps"] / floor_sps(script, peak, 4) if "defaults" not in name else None
         rows.append(row)
-        print(f"{name:36s} {row['sps']:14,.0f} SPS   {entries[0][0]} is {row['ratio']:6.2f}x"
+        print(f"{name:36s} {row['sps']:14,.0f} SPS   {base} is {row['ratio']:6.2f}x"
               f"   compiled in {compile_seconds:5.1f} s")  # fmt: skip
     result = {
         "command": "python " + " ".join([f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),

@@ -1,16 +1,22 @@
 """What the tests share: the scripts of this repository, quick flags for each, and real processes of them."""
 
+import atexit
 import importlib
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # virtual devices for test_parallel.py
+# What one test or process has compiled the others load: most of the suite's time would be compilation.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
 sys.path.insert(0, str(ROOT))
 
 import pytest
@@ -22,6 +28,18 @@ QUICK = {
     ),
     "ppo_swingup_jax": dict(
         num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
+    ),
+    "ppo_minigrid_rnn": dict(
+        num_envs=8,
+        num_steps=16,
+        total_timesteps=2560,
+        log_interval=2,
+        checkpoint_interval=5,
+        eval_episodes=4,
+        env_id="MiniGrid-Empty-5x5-v0",
+        num_minibatches=2,
+        rnn_hidden_dim=16,
+        head_hidden_dim=16,
     ),
 }
 MODULES = [importlib.import_module(name) for name in QUICK]
@@ -52,13 +70,16 @@ def command(script, **options):
     return [sys.executable, f"{script.__name__}.py", *(word for pair in pairs for word in pair)]
 
 
-def start(script, folder, devices=1, **options):
-    """Copies the script alone into a folder and starts it there as a process that sees this many devices."""
+def start(script, folder, devices=1, *flags, **options):
+    """Copies the script alone into a folder and starts it there as a process that sees this many devices.
+
+    `flags` are flags without a value.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(script.__file__, folder)
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    return subprocess.Popen(command(script, **options), cwd=folder, env=env, text=True, **pipes)
+    return subprocess.Popen([*command(script, **options), *flags], cwd=folder, env=env, text=True, **pipes)
 
 
 def finish(script, folder, devices=1, **options):

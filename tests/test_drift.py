@@ -29,6 +29,8 @@ DIFFERENT = {
     "TrainState": "recurrence, optax",
     "init_train_state": "recurrence, optax",
     "update": "scaled rewards, recurrence",
+    "flatten_state": "arrays that are spread over processes",
+    "shard_state": "one process or several",
     "state_specs": "which axis holds the environments",
     "evaluate": "kinds of start and success, recurrence",
     "summarize_evaluation": "success rates",

@@ -53,13 +53,14 @@ def state_of(reference):
     carrying = script.EMPTY if reference.carrying is None else pack_object(reference.carrying)
     numbers = (cell_of(reference, reference.agent_pos), reference.agent_dir)
     key = np.zeros(2, np.uint32) if hasattr(reference, "obstacles") else None
+    marks = marks_of(reference)
     return script.State(
         pack_grid(reference),
         *(np.int32(n) for n in numbers),
         np.uint8(carrying),
         np.int32(reference.step_count),
         np.int32(reference.max_steps),
-        np.array(marks_of(reference), np.int32),
+        np.array(marks, np.int32) if marks else None,
         key,
     )
 
@@ -256,9 +257,10 @@ def features(levels, width):
         "agent and direction": (levels.position * 4 + levels.direction).tolist(),
         "walls and lava by quarters": np.stack(quarters, 1).astype(np.int32).view("V16")[:, 0].tolist(),
         "layout": [row.tobytes() for row in kind == script.WALL],
-        "marks": [np.sort(m).tobytes() for m in levels.marks],
         "grid": [row.tobytes() for row in levels.grid],
     }
+    if levels.marks is not None:
+        out["marks"] = [np.sort(m).tobytes() for m in levels.marks]
     for k in (script.DOOR_CLOSED, script.DOOR_LOCKED, script.KEY, script.BALL, script.BOX, script.GOAL, script.LAVA):
         if (kind == k).any():
             out[f"kind {k}"] = [row.tobytes() for row in kind == k]
@@ -375,3 +377,28 @@ def test_levels_depend_on_the_key_alone():
     a, b, c = (env.reset(jax.random.key(k)) for k in (0, 0, 1))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), a, b))
     assert (a.grid != c.grid).any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "MiniGrid-Dynamic-Obstacles-6x6-v0"])
+def test_ended_episodes_get_levels_of_their_own(env_id, share):
+    """However many end at once: the others go on, and the new levels are independent draws, no two the same draw."""
+    env, n = script.find_env(env_id), 4_000
+    states = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), n))
+    going_on = states._replace(step_count=states.step_count + 7)
+    done = np.random.default_rng(0).random(n) < share
+    reset = jax.jit(lambda key: script.reset_ended(env, key, jnp.asarray(done), going_on))
+    after = jax.device_get(reset(jax.random.key(2))._replace(key=None))
+    before = jax.device_get(going_on._replace(key=None))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[~done], y[~done]), after, before)
+    assert (after.step_count == np.where(done, 0, 7)).all()
+    if share < 0.5:
+        return
+    fresh = jax.tree.map(lambda x: x[done], after)
+    ours, theirs = features(fresh, env.width), features(farama_levels(env_id, 1_000), env.width)
+    for name in ours:
+        assert same_distribution(ours[name], theirs[name]) > 1e-5, name
+    if "FourRooms" in env_id:  # so many possible levels that two equal ones would be one draw given twice
+        whole = np.concatenate([fresh.grid, fresh.position[:, None], fresh.direction[:, None]], axis=1)
+        repeated = len(whole) - len(np.unique(whole, axis=0))
+        assert repeated <= 3

@@ -44,7 +44,7 @@ def assert_close(ours, expected, tolerance):
 @pytest.fixture(scope="module")
 def eight_seeds(script):
     """Eight agents together and alone: ((first update, last metrics), (first update, last metrics))."""
-    return train_together_and_alone(script, 30, num_seeds=8, num_envs=16, num_steps=64, total_timesteps=30 * 16 * 64)
+    return train_together_and_alone(script, 10, num_seeds=8, num_envs=16, num_steps=64, total_timesteps=10 * 16 * 64)
 
 
 @having("make_train_step", "flatten_state")
@@ -56,10 +56,11 @@ def test_first_update_equals_single_runs(script, eight_seeds):
 
 @having("make_train_step", "flatten_state")
 def test_later_returns_have_the_distribution_of_single_runs(script, eight_seeds):
-    """Kolmogorov-Smirnov and Mann-Whitney tests over the eight seeds after 30 updates."""
+    """Kolmogorov-Smirnov and Mann-Whitney tests over the eight seeds after ten updates."""
     (_, together), (_, alone) = eight_seeds
+    norms = together["losses/grad_norm"]
     together, alone = (metrics["charts/episodic_return"] for metrics in (together, alone))
-    assert len(set(together)) == 8  # eight agents, not one eight times
+    assert len(set(norms)) == 8  # eight agents, not one eight times
     assert scipy.stats.ks_2samp(together, alone).pvalue > 0.05
     assert scipy.stats.mannwhitneyu(together, alone).pvalue > 0.05
 

@@ -108,7 +108,7 @@ def test_gae_worked_example(script):
     np.testing.assert_allclose(deltas[:, 0], [1.485, 0.292, 0.2], rtol=1e-6)
 
 
-@having("trajectory_values")
+@having("trajectory_values", "policy")  # without recurrence
 @pytest.mark.parametrize("max_episode_steps", [3, 12, 500])
 def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps):
     """`trajectory_values` against the critic evaluated on every observation and on every true next observation."""
@@ -130,7 +130,7 @@ def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@having("rollout", "Episodes")
+@having("rollout", "policy")
 @pytest.mark.parametrize("max_episode_steps", [12, 500])
 def test_episode_statistics_equal_replay(script, max_episode_steps):
     """Two rollouts in a row; NumPy adds up the rewards of each environment and cuts at the flags."""
@@ -229,7 +229,7 @@ def numpy_ppo_loss(logprob, entropy, value, batch, args):
 LOSSES = pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (True, False), (False, True), (False, False)])
 
 
-@having("ppo_loss", "action_logprob")
+@having("ppo_loss", "policy")
 @LOSSES
 def test_loss_equals_definition(script, norm_adv, clip_vloss):
     """Loss and metrics against NumPy in float64."""
@@ -244,7 +244,7 @@ def test_loss_equals_definition(script, norm_adv, clip_vloss):
     close(ours, expected, rtol=1e-10)
 
 
-@having("ppo_loss", "action_logprob")
+@having("ppo_loss", "policy")
 @LOSSES
 def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
     """Central differences in float64, along a random direction of each array of parameters."""

@@ -1,0 +1,138 @@
+"""Several processes on one machine that train one agent: they agree, stop together, and none outlives another."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import QUICK, having, run_of, start
+
+# What `main` does up to the last update; every process writes down the parameters that lie on its own device.
+TRAIN = """
+import {script} as script, jax, jax.numpy as jnp, numpy as np
+args = script.join_processes(script.Args(**{options}), "scratch")
+state = script.shard_state(args, script.init_train_state(args, script.seed_keys(args)))
+state, _ = script.make_train_chunk(args)(state, jnp.int32(args.num_updates))
+np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def joined(script, **options):
+    """The flags of two processes with the quick run's arguments."""
+    options = QUICK[script.__name__] | options
+    address = f"127.0.0.1:{free_port()}"
+    return [options | dict(coordinator_address=address, num_processes=2, process_id=i) for i in range(2)]
+
+
+def start_two(script, folder, **options):
+    """Two processes, in folders of their own so that it shows who writes what."""
+    pair = joined(script, **options)
+    return [start(script, folder / f"process_{i}", 1, "--distributed", **pair[i]) for i in range(2)]
+
+
+def communicate(processes, timeout=120):
+    """[(exit code, standard output, standard error)]; fails when one hangs."""
+    texts = [process.communicate(timeout=timeout) for process in processes]
+    return [(process.returncode, *text) for process, text in zip(processes, texts)]
+
+
+def final(run_dir):
+    """{name: array} of a run's last checkpoint."""
+    with np.load(max(run_dir.glob("checkpoints/*.npz"))) as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.fixture(scope="module")
+def together(script, tmp_path_factory):
+    """Folder in which two processes finished the quick run."""
+    folder = tmp_path_factory.mktemp("together")
+    for code, out, err in communicate(start_two(script, folder)):
+        assert code == 0, out + err
+    return folder
+
+
+@having("join_processes")
+def test_first_process_writes_what_one_with_two_devices_would(script, together, tmp_path):
+    """All arrays of the last checkpoint, up to the order of additions; the other process leaves nothing behind."""
+    assert [path.name for path in (together / "process_1").iterdir()] == [f"{script.__name__}.py"]
+    run_dir = run_of(together / "process_0")
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
+    alone = start(script, tmp_path, devices=2, **QUICK[script.__name__] | {"num_devices": 2})
+    assert communicate([alone])[0][0] == 0
+    ours, expected = final(run_dir), final(run_of(tmp_path))
+    assert ours.keys() == expected.keys()
+    for name in set(expected) - {"script"}:
+        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@having("join_processes")
+def test_parameters_are_the_same_in_both(script, together, tmp_path):
+    """Bit for bit, and those of the checkpoint."""
+    processes = []
+    for i, options in enumerate(joined(script, distributed=True)):
+        (tmp_path / str(i)).mkdir()
+        shutil.copy(script.__file__, tmp_path / str(i))
+        code = TRAIN.format(script=script.__name__, options=options)
+        env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+        processes.append(subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path / str(i), env=env))
+    assert [p.wait(120) for p in processes] == [0, 0]
+    checkpoint = [x for name, x in final(run_of(together / "process_0")).items() if name.startswith("params/")]
+    with np.load(tmp_path / "0" / "params.npz") as first, np.load(tmp_path / "1" / "params.npz") as second:
+        for name, expected in zip(first.files, checkpoint, strict=True):
+            assert first[name].tobytes() == second[name].tobytes() == expected.tobytes()
+
+
+def wait_for_checkpoint(processes, folder):
+    while not list(folder.glob("runs/*/checkpoints/*.npz")):
+        assert all(p.poll() is None for p in processes)
+        time.sleep(0.05)
+
+
+@having("join_processes")
+def test_stopped_and_resumed_together(script, together, tmp_path):
+    """The second process gets SIGTERM: both stop after the same update; resumed, they end as if uninterrupted."""
+    processes = start_two(script, tmp_path)
+    wait_for_checkpoint(processes, tmp_path / "process_0")
+    processes[1].send_signal(signal.SIGTERM)
+    (code, out, err), (other, *_) = communicate(processes)
+    run_dir = run_of(tmp_path / "process_0")
+    assert (code, other) == (143, 143) and f"--resume runs/{run_dir.name}" in out, err
+    assert max(run_dir.glob("checkpoints/*.npz")).stem < max(run_of(together / "process_0").glob("*/*.npz")).stem
+    for code, out, err in communicate(start_two(script, tmp_path, resume=run_dir)):
+        assert code == 0, out + err
+    ours, expected = final(run_dir), final(run_of(together / "process_0"))
+    assert all(ours[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+@having("join_processes")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_process_ends_the_other(script, victim, tmp_path):
+    """With an error within two minutes; the checkpoint stays."""
+    steps = 1000 * QUICK[script.__name__]["total_timesteps"]
+    processes = start_two(script, tmp_path, total_timesteps=steps)
+    wait_for_checkpoint(processes, tmp_path / "process_0")
+    processes[victim].kill()
+    results = communicate(processes)
+    code, _, err = results[1 - victim]
+    assert code not in (0, 130, 143) and err
+    assert final(run_of(tmp_path / "process_0"))
+
+
+@having("join_processes")
+def test_without_coordinator(script, tmp_path, capsys):
+    """Where JAX finds no cluster the coordinator's address must be given: wrong usage."""
+    process = start(script, tmp_path, 1, "--distributed")
+    ((code, _, err),) = communicate([process])
+    assert code == 2 and "--distributed" in err and "Traceback" not in err
