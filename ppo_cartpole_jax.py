@@ -10,8 +10,8 @@
 
 The classic setting, for comparisons (its advantages are normalised per minibatch):
 
-    python ppo_cartpole_jax.py --total-timesteps 500000 --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr \
-        --gae-lambda 0.95 --norm-adv --ent-coef 0.01 --adam-eps 1e-8
+    python ppo_cartpole_jax.py --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95 --norm-adv \
+        --clip-vloss --ent-coef 0.01 --adam-eps 1e-8
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
@@ -104,17 +104,17 @@ class Args:
     """parallel environments, over all devices, of each agent"""
 
     # Algorithm
-    total_timesteps: int = 600_000
+    total_timesteps: int = 500_000
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 32
     """steps per environment and update"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
     """decay the learning rate linearly to zero"""
     gamma: float = 0.99
     """discount"""
-    gae_lambda: float = 0.98
+    gae_lambda: float = 0.9
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 4
     """minibatches per epoch"""
@@ -124,7 +124,7 @@ class Args:
     """normalise advantages in each minibatch; once CartPole is solved that would only amplify noise"""
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
-    clip_vloss: bool = True
+    clip_vloss: bool = False
     """clip the value loss too, by the same range"""
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
