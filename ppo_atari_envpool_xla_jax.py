@@ -304,7 +304,7 @@ def convolve_by_product(x, kernel, stride):
     return (kernel.reshape(-1, features).T @ patches).reshape(features, rows, columns, num)
 
 
-class Agent(nn.Module):
+class NatureCNN(nn.Module):
     """The "Nature" CNN (https://doi.org/10.1038/nature14236) with a head each for actor and critic."""
 
     num_actions: int
@@ -331,13 +331,13 @@ class Agent(nn.Module):
 
 def init_params(key, num_actions):
     """Parameters of the agent, a dict of arrays."""
-    return Agent(num_actions, by_products=False).init(key, jnp.zeros((1, 4, 84, 84), jnp.uint8))
+    return NatureCNN(num_actions, by_products=False).init(key, jnp.zeros((1, 4, 84, 84), jnp.uint8))
 
 
 def forward(params, obs, for_gradient=False):
     """Logits [M, A] and values [M] of frames [M, 4, 84, 84]; `for_gradient` where they will be differentiated."""
     num_actions = params["params"]["actor"]["bias"].size
-    return Agent(num_actions, by_products=for_gradient and jax.default_backend() == "cpu").apply(params, obs)
+    return NatureCNN(num_actions, by_products=for_gradient and jax.default_backend() == "cpu").apply(params, obs)
 
 
 def sample_noise(key, shape):
@@ -930,10 +930,10 @@ RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = {}
-    for field in dataclasses.fields(Args):
-        name, new, old = field.name, getattr(given, field.name), getattr(saved, field.name)
-        if new not in (field.default, old):
+    default, changes = vars(Args()), {}
+    for name, new in vars(given).items():
+        old = getattr(saved, name)
+        if new not in (default[name], old):
             renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
             _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
             changes[name] = new

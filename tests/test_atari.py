@@ -137,7 +137,7 @@ def test_network_equals_plain_convolutions(by_products):
     plain = {name: ours[name] for name in ("dense", "actor", "critic")} | convolutions
     obs = jax.random.randint(key, (3, 4, 84, 84), 0, 256).astype(jnp.uint8)
     results = []
-    for model, params in [(script.Agent(4, by_products), ours), (PlainNatureCNN(), plain)]:
+    for model, params in [(script.NatureCNN(4, by_products), ours), (PlainNatureCNN(), plain)]:
         outputs = lambda params: model.apply({"params": params}, obs)  # noqa: B023
         loss = lambda params: sum((x**2).sum() for x in outputs(params))  # noqa: B023
         results.append((outputs(params), jax.grad(loss)(params)))
