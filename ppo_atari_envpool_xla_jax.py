@@ -647,10 +647,9 @@ def init_train_state(args, key, envs):
 
 def update(args, envs, state):
     """One PPO update of K agents on one device of the mesh: the pool plays for all at once, then each one learns."""
-    device = jax.lax.axis_index(AXIS)
-    split = jax.vmap(lambda key: (*jax.random.split(key), jax.random.fold_in(key, device)))
-    key, epochs_key, rollout_key = split(state.key)
-    epochs_key = jax.vmap(lambda key: jax.random.fold_in(key, device))(epochs_key)
+    on_device = jax.vmap(lambda key: jax.random.fold_in(key, jax.lax.axis_index(AXIS)))
+    key, *keys = jax.vmap(lambda key: jax.random.split(key, 3), out_axes=1)(state.key)
+    rollout_key, epochs_key = map(on_device, keys)
     env_state, episodes, trajectory = rollout(args, envs, state.params, state.env_state, state.episodes, rollout_key)
 
     def learn(state, trajectory, epochs_key):

@@ -328,7 +328,7 @@ def test_interrupted_run_goes_on_with_new_games(tmp_path, monkeypatch, capsys):
     _, final = script.load_run(run_dir)
     _, key = jax.random.split(script.seed_keys(args)[0])  # the first one is for the parameters
     for _ in range(6):
-        key, _ = jax.random.split(key)
+        key, *_ = jax.random.split(key, 3)
     assert (final.update == 6).all() and final.key[0] == key
     assert (final.opt_state[1].count == 6 * args.update_epochs * args.num_minibatches).all()
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
