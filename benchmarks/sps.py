@@ -4,6 +4,7 @@
     python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (see requirements.txt)
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
     python benchmarks/sps.py --env-only            # MiniGrid's environments alone, beside xminigrid
+    python benchmarks/sps.py --atari               # Atari: emulators alone, network alone, the whole
 
 Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
 together with ratios to the first candidate, because machines drift. A round ends with `block_until_ready`.
@@ -52,19 +53,21 @@ def matrix_peak():
     return 2 * 2048**3 / min(seconds)
 
 
-def ours(name, **changes):
+def ours(name, wrap_pool=lambda envs: envs, **changes):
     """A function that trains for about a second and returns steps per second, and the seconds of compilation."""
     script = importlib.import_module(name)
     args = script.Args(**{"total_timesteps": 10**12, **changes})
-    state = script.init_train_state(args, script.seed_keys(args))
+    pool = [wrap_pool(script.make_env(args))] if hasattr(script, "make_pool") else []
+    state = script.init_train_state(args, script.seed_keys(args), *pool)
     carry, updates = [script.shard_state(args, state)], 1
     start = time.perf_counter()
-    chunk = script.make_train_chunk(args).lower(carry[0], jnp.int32(1)).compile()
+    chunk = script.make_train_chunk(args, *pool).lower(carry[0], jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
 
     def run(updates):
         start = time.perf_counter()
         carry[0] = jax.block_until_ready(chunk(carry[0], jnp.int32(updates))[0])
+        assert pool is not None  # the compiled program steps it: it has to live as long
         return time.perf_counter() - start
 
     while (seconds := run(updates)) < 0.5:  # warms up and finds how many updates make a second
@@ -135,6 +138,57 @@ def xminigrid_env(env_id, num_envs):
     return timed_steps(lambda keys: jax.vmap(env.reset, (None, 0))(params, keys), step, num_envs)
 
 
+class StillPool:
+    """A pool of emulators that stand still: all of a script's time but theirs."""
+
+    def __init__(self, envs):
+        self.action_space, self.start = envs.action_space, envs.reset()
+
+    def reset(self):
+        return self.start
+
+    def xla(self):
+        obs, info = self.start
+
+        def step(handle, action):  # the frames depend on the action, so that nothing can be computed ahead
+            zeros, flags = jnp.zeros(action.shape), action < 0
+            info_of_step = {"reward": zeros, "terminated": flags.astype(jnp.int32), "lives": info["lives"]}
+            return handle, (obs ^ action[:, None, None, None].astype(jnp.uint8), zeros, flags, flags, info_of_step)
+
+        return jnp.zeros(8, jnp.uint8), None, None, step
+
+
+def emulators_alone(num_steps=128, **changes):
+    """A function that steps EnvPool through XLA with random actions and returns steps per second."""
+    script = importlib.import_module("ppo_atari_envpool_xla_jax")
+    args = script.Args(total_timesteps=10**12, **changes)
+    envs = script.make_env(args)
+    handle, _, _, step = envs.xla()
+    envs.reset()
+
+    @jax.jit
+    def play(key):
+        actions = jax.random.randint(key, (num_steps, args.num_envs), 0, envs.action_space.n)
+
+        def one(handle, action):
+            handle, (_, reward, *_) = step(handle, action)
+            return handle, reward
+
+        return jax.lax.scan(one, handle, actions)[1]
+
+    start = time.perf_counter()
+    play = play.lower(jax.random.key(0)).compile()
+    compile_seconds = time.perf_counter() - start
+
+    def run():
+        start = time.perf_counter()
+        play(jax.random.key(0)).block_until_ready()
+        return num_steps * envs.config["num_envs"] / (time.perf_counter() - start)
+
+    run()
+    return run, compile_seconds
+
+
 def rejax_ppo():
     import rejax
 
@@ -203,6 +257,12 @@ def candidates(choice):
         for ours_id, theirs in PEER_ENVIRONMENTS.items():
             yield f"ppo_minigrid_rnn {ours_id}", lambda env_id=ours_id: our_minigrid(env_id, 8192)
             yield f"xminigrid {theirs}", lambda env_id=theirs: xminigrid_env(f"MiniGrid-{env_id}", 8192)
+    elif choice.atari:
+        name = "ppo_atari_envpool_xla_jax"
+        yield f"{name} defaults", lambda: ours(name)
+        yield "emulators alone", emulators_alone
+        yield "emulators alone num_envs=64", lambda: emulators_alone(num_envs=64)
+        yield "network alone", lambda: ours(name, StillPool)
     elif choice.scaling:
         field = choice.scaling.replace("-", "_")
         largest = choice.largest or (65_536 if field == "num_envs" else 256)
@@ -223,6 +283,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", action="store_true", help="measure the peers beside ppo_cartpole_jax")
     parser.add_argument("--env-only", action="store_true", help="MiniGrid without training, beside xminigrid")
+    parser.add_argument("--atari", action="store_true", help="measure what an Atari step's time consists of")
     parser.add_argument("--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four")
     parser.add_argument("--script", default="ppo_cartpole_jax", help="the script whose scaling is measured")
     parser.add_argument("--largest", type=int, help="where the scaling ends")

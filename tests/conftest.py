@@ -41,6 +41,15 @@ QUICK = {
         rnn_hidden_dim=16,
         head_hidden_dim=16,
     ),
+    "ppo_atari_envpool_xla_jax": dict(
+        num_envs=4,
+        num_steps=8,
+        total_timesteps=640,
+        log_interval=2,
+        checkpoint_interval=5,
+        eval_episodes=2,
+        max_episode_steps=20,
+    ),
 }
 MODULES = [importlib.import_module(name) for name in QUICK]
 
@@ -51,9 +60,10 @@ def script(request):
     return request.param
 
 
-def having(*names):
-    """Restricts a test's `script` to those that define all these names."""
+def having(*names, lacking=None):
+    """Restricts a test's `script` to those that define all these names, and not the one they should be lacking."""
     modules = [module for module in MODULES if all(hasattr(module, name) for name in names)]
+    modules = [module for module in modules if lacking is None or not hasattr(module, lacking)]
     return pytest.mark.parametrize(
         "script", modules, ids=lambda module: module.__name__, indirect=True, scope="session"
     )

@@ -89,6 +89,7 @@ def test_bad_arguments_are_refused(script, flag, value, capsys):
     assert exit.value.code == 2 and name in error and "Traceback" not in error
 
 
+@having(lacking="make_pool")
 def test_more_devices_than_there_are(script, tmp_path, capsys):
     """Eight devices where JAX sees four: wrong usage, and no run folder is left behind."""
     args = quick_args(
@@ -211,7 +212,7 @@ def middles_of_members(path):
     return middles
 
 
-@having("load_run")
+@having("load_run", lacking="make_pool")
 def test_flipped_bits_never_go_unnoticed(script, run_copy):
     """One bit flipped in each array and all over the file: an error, or (in bytes without meaning) the same state."""
     path = newest_checkpoint(run_copy)
@@ -295,6 +296,7 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
+@having(lacking="make_pool")  # emulators cannot be saved
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupted_run, number, code, tmp_path):
     """Every array of the last checkpoint and every logged value but the SPS equal those of the uninterrupted run."""

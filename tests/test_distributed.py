@@ -17,8 +17,9 @@ from conftest import QUICK, having, run_of, start
 TRAIN = """
 import {script} as script, jax, jax.numpy as jnp, numpy as np
 args = script.join_processes(script.Args(**{options}), "scratch")
-state = script.shard_state(args, script.init_train_state(args, script.seed_keys(args)))
-state, _ = script.make_train_chunk(args)(state, jnp.int32(args.num_updates))
+pool = [script.make_env(args)] if hasattr(script, "make_pool") else []
+state = script.shard_state(args, script.init_train_state(args, script.seed_keys(args), *pool))
+state, _ = script.make_train_chunk(args, *pool)(state, jnp.int32(args.num_updates))
 np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
 """
 
@@ -63,7 +64,7 @@ def together(script, tmp_path_factory):
     return folder
 
 
-@having("join_processes")
+@having("join_processes", lacking="make_pool")
 def test_first_process_writes_what_one_with_two_devices_would(script, together, tmp_path):
     """All arrays of the last checkpoint, up to the order of additions; the other process leaves nothing behind."""
     assert [path.name for path in (together / "process_1").iterdir()] == [f"{script.__name__}.py"]
@@ -100,7 +101,7 @@ def wait_for_checkpoint(processes, folder):
         time.sleep(0.05)
 
 
-@having("join_processes")
+@having("join_processes", lacking="make_pool")  # emulators cannot be saved
 def test_stopped_and_resumed_together(script, together, tmp_path):
     """The second process gets SIGTERM: both stop after the same update; resumed, they end as if uninterrupted."""
     processes = start_two(script, tmp_path)

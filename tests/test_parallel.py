@@ -47,14 +47,14 @@ def eight_seeds(script):
     return train_together_and_alone(script, 10, num_seeds=8, num_envs=16, num_steps=64, total_timesteps=10 * 16 * 64)
 
 
-@having("make_train_step", "flatten_state")
+@having("make_train_step", "flatten_state", lacking="make_pool")
 def test_first_update_equals_single_runs(script, eight_seeds):
     """All that an agent of eight has learned, seen and drawn after one update, to 1e-5."""
     (together, _), (alone, _) = eight_seeds
     assert_close(together, alone, 1e-5)
 
 
-@having("make_train_step", "flatten_state")
+@having("make_train_step", "flatten_state", lacking="make_pool")
 def test_later_returns_have_the_distribution_of_single_runs(script, eight_seeds):
     """Kolmogorov-Smirnov and Mann-Whitney tests over the eight seeds after ten updates."""
     (_, together), (_, alone) = eight_seeds
@@ -65,7 +65,7 @@ def test_later_returns_have_the_distribution_of_single_runs(script, eight_seeds)
     assert scipy.stats.mannwhitneyu(together, alone).pvalue > 0.05
 
 
-@having("save_checkpoint", "load_run")
+@having("save_checkpoint", "load_run", lacking="make_pool")
 def test_seed_with_nan_is_named_and_others_go_on(script, tmp_path, capsys):
     """A run of three seeds resumes from a checkpoint in which the second one's parameters are NaN."""
     args = quick_args(script, num_seeds=3, videos_dir=str(tmp_path))
@@ -117,7 +117,7 @@ def test_reduction_over_devices_equals_one_device(script):
     assert np.unique(metrics["losses/grad_norm"]).size == 1
 
 
-@having("make_train_step", "flatten_state")
+@having("make_train_step", "flatten_state", lacking="make_pool")
 def test_seeds_and_devices_compose(script):
     """Two agents on two devices: after one update each equals a run of its own on two devices."""
     (together, _), (alone, _) = train_together_and_alone(script, 1, num_seeds=2, num_devices=2)

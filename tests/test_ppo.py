@@ -152,7 +152,7 @@ def test_episode_statistics_equal_replay(script, max_episode_steps):
         close(tuple(episodes), (ret, length, last_ret, last_length), rtol=1e-6)
 
 
-@having("make_train_step", "Episodes")
+@having("make_train_step", "Episodes", lacking="make_pool")
 def test_reported_return_is_that_of_finished_episodes(script):
     """Updates of four steps: nothing is reported before an episode ends, then the mean of the last finished ones."""
     args = quick_args(script, num_steps=4)
