@@ -6,7 +6,7 @@
 # ///
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update in JAX.
 
-    python ppo_minigrid_rnn.py                            # solves DoorKey-6x6 in 500 thousand steps
+    python ppo_minigrid_rnn.py                            # solves Empty-8x8 in less than a minute on two CPU cores
     python ppo_minigrid_rnn.py --env-id MemoryS9          # --list-envs lists all
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
