@@ -6,7 +6,7 @@
 # ///
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update in JAX.
 
-    python ppo_minigrid_rnn.py                            # solves DoorKey-6x6 in 500 thousand steps
+    python ppo_minigrid_rnn.py                            # solves Empty-8x8 in less than a minute on two CPU cores
     python ppo_minigrid_rnn.py --env-id MemoryS9          # --list-envs lists all
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
@@ -119,7 +119,7 @@ class Args:
     """Weights & Biases project"""
 
     # Environment
-    env_id: str = "MiniGrid-DoorKey-6x6-v0"
+    env_id: str = "MiniGrid-Empty-8x8-v0"
     """environment, with or without "MiniGrid-" and "-v0" """
     list_envs: bool = False
     """print the environments and exit"""
@@ -143,7 +143,7 @@ class Args:
     """do the matrix products in bfloat16"""
 
     # Algorithm
-    total_timesteps: int = 500_000
+    total_timesteps: int = 300_000
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 128
     """steps per environment and update"""
@@ -244,12 +244,6 @@ GREY_WALL, GREEN_GOAL, RED_LAVA, BLUE_BALL = WALL + GREY, GOAL + GREEN, LAVA + R
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # directions: 0 right, 1 down, 2 left, 3 up
 VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, facing the first
-
-
-def pack(encoding):  # [..., 3] -> [...]
-    """Farama's (object, colour, state) codes as one byte per cell."""
-    kind, colour, state = encoding[..., 0], encoding[..., 1], encoding[..., 2]
-    return ((kind + (state > 0) * (6 + state)) * 8 + colour).astype(np.uint8)
 
 
 def unpack(cells):  # [...] -> [..., 3]
@@ -876,7 +870,7 @@ def gru(projected, recurrent, bias, hidden, start):
         hidden = jnp.where(start, 0.0, hidden)
         product = jnp.dot(recurrent, hidden.astype(recurrent.dtype), preferred_element_type=jnp.float32)
         (reset_x, update_x, new_x), (reset_h, update_h, new_h) = (jnp.split(x, 3) for x in (projected, product))
-        update = jax.nn.sigmoid(update_x + update_h + KEEP_BIAS)
+        update = jax.nn.sigmoid(update_x + update_h)
         new = jnp.tanh(new_x + jax.nn.sigmoid(reset_x + reset_h) * (new_h + bias))
         hidden = (1 - update) * new + update * hidden
         return hidden, hidden
@@ -939,7 +933,6 @@ class Agent(nn.Module):
 
 
 GATES = "reset", "update", "new"
-KEEP_BIAS = 2.0  # at first a hidden unit keeps about 88% at each step, so that gradients reach further back
 CODE_LAYERS = (16, 2, 1), (32, 2, 1), (64, 2, 1)  # features, extent and stride of each convolution
 PIXEL_LAYERS = (16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)
 

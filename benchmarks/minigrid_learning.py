@@ -30,8 +30,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "minigrid_learning.json"
 EPISODES = 1024
 # Flags that differ from the script's defaults.
 RUNS = {
+    "Empty-8x8": dict(),
     "Empty-16x16": dict(total_timesteps=500_000),
-    "DoorKey-6x6": dict(),
+    "DoorKey-6x6": dict(total_timesteps=800_000),
     "DoorKey-8x8": dict(total_timesteps=2_000_000),
     "SimpleCrossingS9N1": dict(total_timesteps=1_000_000),
     "LavaGapS7": dict(total_timesteps=1_000_000),
