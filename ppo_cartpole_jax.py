@@ -11,7 +11,7 @@
 The classic setting, for comparisons (its advantages are normalised per minibatch):
 
     python ppo_cartpole_jax.py --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95 --norm-adv \
-        --clip-vloss --ent-coef 0.01 --adam-eps 1e-8
+        --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
@@ -122,7 +122,7 @@ class Args:
     """passes over the batch per update"""
     norm_adv: bool = False
     """normalise advantages in each minibatch; once CartPole is solved that would only amplify noise"""
-    clip_coef: float = 0.2
+    clip_coef: float = 0.1
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
     """clip the value loss too, by the same range"""

@@ -230,10 +230,10 @@ def test_video(script, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:os.fork")
 def test_default_flags_learn(script, default_run):
-    """The greedy policy of a default run mostly succeeds from both starts; nothing earns more than is possible."""
+    """The greedy policy of a default run succeeds from both starts; nothing earns more than is possible."""
     summary = json.loads((default_run / "summary.json").read_text())
     assert summary["eval_episodes"] == 1024 and summary["total_timesteps"] <= 2_000_000
-    assert min(summary["success_rate"].values()) >= 0.85  # seeds reach 0.90 to 1.00; an untrained policy 0.00
+    assert min(summary["success_rate"].values()) >= 0.99  # an untrained policy: 0.00
     assert summary["eval_return_mean"] <= 1250
     (video,) = default_run.parent.parent.glob("videos/*/*.mp4")
     with imageio.get_reader(video) as reader:
