@@ -48,14 +48,14 @@ def main():
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path, help="path of the results without suffix")
-    parser.add_argument("flags", nargs="*", help="flags for the script, after --")
-    choice = parser.parse_args()
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     out = choice.out or ROOT / "benchmarks" / "results" / f"{choice.script}_default_runs"
 
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(choice.first_seed, choice.first_seed + choice.seeds):
-            runs.append(run_seed(choice.script, seed, choice.flags, pathlib.Path(folder)))
+            runs.append(run_seed(choice.script, seed, flags, pathlib.Path(folder)))
             summary = runs[-1][0]
             success = f", success {summary['success_rate']}" if "success_rate" in summary else ""
             print(f"seed {seed:3d}: return {summary['eval_return_mean']:.1f}{success},"
