@@ -472,13 +472,8 @@ def ppo_loss(params, batch, args):
     dist = policy(params, batch.obs)
     log_ratio = action_logprob(dist, batch.action) - batch.logprob
     ratio = jnp.exp(log_ratio)
-    advantage = batch.advantage
-    if args.norm_adv:
-        mean = jax.lax.pmean(advantage.mean(), AXIS)
-        variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
-        advantage = (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
     clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+    policy_loss = -jnp.minimum(ratio * batch.advantage, clipped_ratio * batch.advantage).mean()
 
     new_value = value(params, batch.obs)
     value_error = (new_value - batch.ret) ** 2
@@ -497,6 +492,25 @@ def ppo_loss(params, batch, args):
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
     return loss, metrics
+
+
+def normalize(advantage):
+    """Advantages [M] of a minibatch with mean 0 and deviation 1 over all devices."""
+    mean = jax.lax.pmean(advantage.mean(), AXIS)
+    variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
+    return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+
+
+def loss_gradient(params, batch, args):
+    """(metrics, gradients) of `ppo_loss`; on a CPU in blocks of samples whose activations fit into its cache."""
+    gradient = lambda block: jax.grad(ppo_loss, has_aux=True)(params, block, args)[::-1]
+    size = batch.action.size
+    num_blocks = max(n for n in range(1, size // 4096 + 2) if size % n == 0) if jax.default_backend() == "cpu" else 1
+    blocks = jax.tree.map(lambda x: x.reshape(*x.shape[:-1], num_blocks, -1), batch)
+    total = jax.eval_shape(gradient, jax.tree.map(lambda x: x[..., 0, :], blocks))
+    add = lambda i, total: jax.tree.map(jnp.add, total, gradient(jax.tree.map(lambda x: x[..., i, :], blocks)))
+    total = jax.lax.fori_loop(0, num_blocks, add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), total))
+    return jax.tree.map(lambda x: x / num_blocks, total)
 
 
 def random_permutation(key, n):
@@ -537,7 +551,9 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
         params, opt_state = carry
         columns = minibatch.T  # [O + 5, M]
         batch = Batch(columns[:-5], *columns[-5:])
-        (_, metrics), grads = jax.value_and_grad(ppo_loss, has_aux=True)(params, batch, args)
+        if args.norm_adv:
+            batch = batch._replace(advantage=normalize(batch.advantage))
+        metrics, grads = loss_gradient(params, batch, args)
         grads = jax.lax.pmean(grads, AXIS)
         optimizer = learning_rate, args.adam_eps, args.max_grad_norm
         params, opt_state, norm = adam_update(grads, opt_state, params, *optimizer)

@@ -189,8 +189,13 @@ def loss_inputs(script, args, samples=64):
 
 
 def evaluate_loss(script, params, batch, args):
-    """`ppo_loss` on a mesh of one device."""
-    loss = jax.vmap(lambda batch: script.ppo_loss(params, batch, args), axis_name=script.AXIS)
+    """`ppo_loss` of a minibatch, its advantages normalised if so asked, on a mesh of one device."""
+
+    def minibatch_loss(batch):
+        advantage = script.normalize(batch.advantage) if args.norm_adv else batch.advantage
+        return script.ppo_loss(params, batch._replace(advantage=advantage), args)
+
+    loss = jax.vmap(minibatch_loss, axis_name=script.AXIS)
     return jax.tree.map(lambda x: x[0], loss(jax.tree.map(lambda x: x[None], batch)))
 
 
@@ -260,6 +265,18 @@ def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
             along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * direction] + leaves[i + 1 :]))  # noqa: B023
             difference = (along(1e-6) - along(-1e-6)) / 2e-6
             np.testing.assert_allclose((grad * direction).sum(), difference, rtol=1e-6, atol=1e-8)
+
+
+@having("loss_gradient")
+@pytest.mark.parametrize("samples", [64, 3 * 4096, 10_007])
+def test_gradient_in_blocks_equals_the_whole(script, samples):
+    """However many blocks a minibatch is cut into, metrics and gradients are those of the whole."""
+    args = quick_args(script, ent_coef=0.1)
+    with jax.enable_x64(True):
+        params, batch = loss_inputs(script, args, samples)
+        metrics, grads = jax.jit(script.loss_gradient, static_argnums=2)(params, batch, args)
+        expected_grads, expected_metrics = jax.grad(script.ppo_loss, has_aux=True)(params, batch, args)
+    close((metrics, grads), (expected_metrics, expected_grads), rtol=1e-9, atol=1e-12)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
