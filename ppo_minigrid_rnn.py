@@ -12,7 +12,7 @@
 
 The reference's setting, for comparisons:
 
-    python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \\
+    python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \
         --num-minibatches 16 --norm-adv --ent-coef 0.01 --rnn-hidden-dim 1024 --head-hidden-dim 256
 
 The environments are Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and distributions of
