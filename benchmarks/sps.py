@@ -14,6 +14,7 @@ import argparse
 import datetime
 import importlib
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -322,7 +323,7 @@ def main():
         "command": "python " + " ".join([f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": f"{jax.default_backend()} {jax.devices()[0].device_kind}, {platform.machine()}",
-        "cpu_count": len(__import__("os").sched_getaffinity(0)),
+        "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "matrix_peak_gflops": peak / 1e9,
         "rows": rows,
