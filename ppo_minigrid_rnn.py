@@ -897,8 +897,12 @@ class Agent(nn.Module):
         def weight(name, shape, gain):
             return self.param(name, nn.initializers.orthogonal(gain), shape).astype(dtype)
 
-        def dense(x, features, gain, name):  # [in, ...] -> [features, ...]
-            bias = self.param(f"{name}_bias", nn.initializers.zeros, (features, 1))
+        def remember(key, shape):  # https://arxiv.org/abs/1804.11188: units that forget after 1 to `num_steps` steps
+            spans = jax.random.uniform(key, (size, 1), minval=1.0, maxval=args.num_steps)
+            return jnp.zeros(shape).at[size : 2 * size].set(jnp.log(spans))
+
+        def dense(x, features, gain, name, bias_init=nn.initializers.zeros):  # [in, ...] -> [features, ...]
+            bias = self.param(f"{name}_bias", bias_init, (features, 1))
             product = jnp.dot(
                 weight(name, (features, len(x)), gain),
                 x.astype(dtype).reshape(len(x), -1),
@@ -919,7 +923,8 @@ class Agent(nn.Module):
         x = jnp.concatenate([part.astype(dtype) for part in flat])  # [F, B]
 
         for i in range(args.rnn_num_layers):
-            projected = dense(x, 3 * size, 1.0, f"gru{i}").reshape(-1, num_steps, num_envs).swapaxes(0, 1)
+            projected = dense(x, 3 * size, GRU_GAIN, f"gru{i}", remember)
+            projected = projected.reshape(-1, num_steps, num_envs).swapaxes(0, 1)
             recurrent = jnp.concatenate([weight(f"gru{i}_{gate}", (size, size), 1.0) for gate in GATES])
             bias = self.param(f"gru{i}_new_bias", nn.initializers.zeros, (size, 1))
             hiddens.append(gru(projected, recurrent, bias, hidden[:, i].T, inputs.start))
@@ -933,6 +938,7 @@ class Agent(nn.Module):
 
 
 GATES = "reset", "update", "new"
+GRU_GAIN = 4.0  # views differ in a few of their cells: large weights let that make a difference from the start
 CODE_LAYERS = (16, 2, 1), (32, 2, 1), (64, 2, 1)  # features, extent and stride of each convolution
 PIXEL_LAYERS = (16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)
 
@@ -964,19 +970,19 @@ def forward(args, env, params, inputs, hidden):
 
 
 def sample_noise(key, shape):
-    """The random numbers that `sample_action` needs for this many actions."""
+    """The random numbers that `sample_action` needs for this many actions: one uniform each."""
     return jax.random.uniform(key, shape)
 
 
 def sample_action(logits, noise):
-    """Actions [...] drawn from logits [..., A] with one uniform each, by inverting the cumulative distribution."""
+    """Actions [...] drawn from logits [..., A], by inverting the cumulative distribution."""
     cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
-    return (noise[..., None] >= cumulative[..., :-1]).sum(-1)
+    return (noise[..., None] >= cumulative[..., :-1]).sum(-1, dtype=jnp.int32)
 
 
 def greedy_action(logits):
     """The most likely actions [...]."""
-    return logits.argmax(-1)
+    return logits.argmax(-1).astype(jnp.int32)
 
 
 def action_logprob(logits, action):

@@ -1,9 +1,12 @@
-"""The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets."""
+"""The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets, loss."""
+
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_ppo import close, numpy_ppo_loss, scipy_distribution
 
 import ppo_minigrid_rnn as script
 
@@ -97,6 +100,55 @@ def test_truncation_follows_the_step_count(monkeypatch):
     assert ((count == env.max_steps) == np.asarray(trajectory.truncated)).all() and count.max() == env.max_steps
     done = np.asarray(trajectory.terminated | trajectory.truncated)
     assert (count[1:][done[:-1]] == 1).all()
+
+
+LOSSES = pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (False, False)])
+
+
+def loss_of_rollout(norm_adv, clip_vloss, monkeypatch):
+    """(args, env, params, batch, hidden, loss): policy and values differ from the rollout's enough for clipping."""
+    short_env(monkeypatch)
+    args = script.Args(env_id="Empty-5x5", norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1, **SMALL)
+    env, params, memory, trajectory = roll(args)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda p: p + jnp.asarray(0.1 * rng.normal(size=p.shape), p.dtype), params)
+    advantage, ret = jnp.asarray(rng.normal(size=(2, *trajectory.reward.shape)), trajectory.value.dtype)
+    steps = trajectory.inputs, trajectory.action, trajectory.logprob
+    batch = script.Batch(*steps, 3 + 2 * advantage, ret, trajectory.value)
+    ppo_loss = lambda params: script.ppo_loss(params, batch, memory.hidden, args, env)
+
+    @jax.jit
+    def loss(params):  # on a mesh of one device
+        one_device = jax.vmap(ppo_loss, axis_name=script.AXIS)(jax.tree.map(lambda x: x[None], params))
+        return jax.tree.map(lambda x: x[0], one_device)
+
+    return args, env, params, batch, memory.hidden, loss
+
+
+@LOSSES
+def test_loss_equals_definition(monkeypatch, norm_adv, clip_vloss):
+    """Loss and metrics of whole sequences against NumPy, given the logits and values of the replay."""
+    args, env, params, batch, hidden, loss = loss_of_rollout(norm_adv, clip_vloss, monkeypatch)
+    logits, value, _ = script.forward(args, env, params, batch.inputs, hidden)
+    logits = np.asarray(logits, float).reshape(-1, env.num_actions).T
+    flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1), batch._replace(inputs=()))
+    expected = numpy_ppo_loss(*scipy_distribution(logits, flat.action), np.asarray(value).reshape(-1), flat, args)
+    assert 0.1 < expected[1]["losses/clipfrac"] < 0.9
+    close(loss(params), expected, rtol=1e-4)
+
+
+@LOSSES
+def test_loss_gradient_equals_finite_differences(monkeypatch, norm_adv, clip_vloss):
+    """Central differences in float64, in the direction of each array's own gradient."""
+    monkeypatch.setattr(script, "jnp", types.SimpleNamespace(**vars(jnp) | {"float32": jnp.float64}))
+    with jax.enable_x64(True):
+        *_, params, _, _, loss = loss_of_rollout(norm_adv, clip_vloss, monkeypatch)
+        grads, structure = jax.tree.flatten(jax.grad(lambda params: loss(params)[0])(params))
+        leaves = jax.tree.leaves(params)
+        for i, grad in enumerate(grads):
+            norm = jnp.linalg.norm(grad)
+            along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * grad / norm] + leaves[i + 1 :]))[0]  # noqa: B023
+            np.testing.assert_allclose((along(1e-6) - along(-1e-6)) / 2e-6, norm, rtol=1e-6, atol=1e-9)
 
 
 def test_sampled_actions_follow_the_policy():
