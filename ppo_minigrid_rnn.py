@@ -13,7 +13,7 @@
 The reference's setting, for comparisons:
 
     python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \
-        --num-minibatches 16 --norm-adv --ent-coef 0.01 --rnn-hidden-dim 1024 --head-hidden-dim 256
+        --num-minibatches 16 --gamma 0.99 --norm-adv --ent-coef 0.01 --rnn-hidden-dim 1024 --head-hidden-dim 256
 
 The environments are Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and distributions of
 levels. Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
@@ -151,13 +151,13 @@ class Args:
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
     """decay the learning rate linearly to zero"""
-    gamma: float = 0.99
+    gamma: float = 0.995
     """discount"""
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 16
     """minibatches per epoch, of whole environments"""
-    update_epochs: int = 2
+    update_epochs: int = 4
     """passes over the batch per update"""
     norm_adv: bool = False
     """normalise advantages in each minibatch; before the first success that would only amplify noise"""
@@ -165,8 +165,8 @@ class Args:
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
     """clip the value loss too, by the same range"""
-    ent_coef: float = 0.003
-    """weight of the entropy bonus"""
+    ent_coef: float = 0.0005
+    """weight of the entropy bonus; a larger one outweighs rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-UPDATES = 10
+UPDATES = 5
 
 
 def trace_events(folder):
@@ -43,8 +43,9 @@ def main():
     script = importlib.import_module(choice.script)
     changes = {name: ast.literal_eval(text) for name, text in (field.split("=") for field in choice.fields)}
     args = script.Args(**{"total_timesteps": 10**12, **changes})
-    state = script.init_train_state(args, script.seed_keys(args))
-    chunk = script.make_train_chunk(args).lower(state, jnp.int32(1)).compile()
+    pool = [script.make_env(args)] if hasattr(script, "make_pool") else []  # Atari's emulators
+    state = script.init_train_state(args, script.seed_keys(args), *pool)
+    chunk = script.make_train_chunk(args, *pool).lower(state, jnp.int32(1)).compile()
     # Every line of the optimised program: %name = shape operation(...), metadata={op_name="where it comes from"}
     lines = (re.match(r"\s*(?:ROOT )?%(\S+) = (\S+) ", line) and line for line in chunk.as_text().splitlines())
     origin = {}
