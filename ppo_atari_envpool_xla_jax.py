@@ -15,15 +15,15 @@ The defaults are those of CleanRL's Atari scripts; one step is one decision of t
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
-EnvPool resets a game on the step _after_ its end and ignores that step's action. The transition is nobody's: it is
-masked out of the losses, the advantages' statistics and the episodes, and does not reach across episodes in GAE.
+EnvPool resets on the step _after_ the end of a life or game and ignores that step's action. It is masked out of the
+losses and of the statistics of advantages and episodes, GAE does not cross it, but it counts as a step of training.
 
-EnvPool's XLA calls exist for CPUs and CUDA GPUs, not for TPUs. A pool is compiled into the program that steps it, so
-there is one pool per process: `--distributed` with one process per device takes the place of many devices in one.
+EnvPool's XLA calls exist for CPUs and CUDA GPUs, not for TPUs. The pool is compiled into the program, and all devices
+of a process run the same program: more devices need more processes, one each (`--distributed`).
 Emulators cannot be saved: a resumed run goes on with the same parameters, optimiser, schedule and key, but new games.
 
-Axes in shape comments: K seeds, T steps, N environments (of one process), B = T * N batch, M minibatch, A actions,
-E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
+Axes in shape comments: K seeds, T steps, N environments (in what runs on a device: its share), B = T * N batch,
+M minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
 """
 
 import time
@@ -85,7 +85,7 @@ class Args:
     distributed: bool = False
     """train with several processes that each run this command; the first one writes"""
     coordinator_address: str | None = None
-    """address:port of the first process; this and the next two only where JAX cannot find them (SLURM, MPI, TPU)"""
+    """address:port of the first process; JAX finds this and the next two by itself under SLURM and MPI"""
     num_processes: int | None = None
     """processes that train together"""
     process_id: int | None = None
@@ -97,21 +97,21 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates per dispatch and per log entry"""
+    """updates per dispatch and log entry, at most"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
     """whole games after training, each in an environment of its own"""
-    eval_mode: str = "greedy"
-    """whether evaluation takes the most probable actions (greedy) or draws them (sampled)"""
+    eval_mode: str = "sampled"
+    """whether evaluation draws actions (sampled) or takes the most probable (greedy), which may never serve a ball"""
     capture_video: bool = False
-    """also record the policy during training, not only at its end"""
+    """also evaluate and record the policy during training, not only at its end"""
     video_interval: int = 1000
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to go on with; its saved arguments are used"""
+    """folder of a run to continue; of other flags only those that differ from their default count"""
     eval: str | None = None
-    """folder of a run to evaluate, without training; writes eval.json and a video"""
+    """folder of a run to evaluate as the evaluation flags given now say; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -171,13 +171,11 @@ class Args:
         for name in "gamma gae_lambda".split():
             _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
         _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
-        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
+        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
-        _check(
-            not self.track or importlib.util.find_spec("wandb"), "--track needs the wandb package: pip install wandb"
-        )
+        _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
         one_pool = "a pool of emulators cannot be split over devices; start a process per device with --distributed"
         _check(self.num_devices == 1, f"--num_devices {self.num_devices}: {one_pool}")
         devices, batch, minibatches = self.num_shards, self.batch_size, self.num_minibatches
@@ -238,8 +236,8 @@ def make_pool(args, seeds, **options):
     | action      | one of the game's own, held for four frames; the last two of them are observed as their maximum |
     | reward      | change of the score, its sign with `reward_clip`; always unclipped in info["reward"]            |
     | terminated  | game over, or with `episodic_life` a life lost; info["terminated"] tells games from lives       |
-    | truncated   | after `max_episode_steps` of a game                                                             |
-    | start       | up to 30 no-ops into the game, then FIRE where the game has it                                  |
+    | truncated   | after `max_episode_steps` of a game (then not terminated)                                       |
+    | start       | after a game, or a life with `episodic_life`: up to 30 no-ops, then FIRE where the game has it  |
     """
     if jax.default_backend() not in ("cpu", "gpu"):
         backend = jax.default_backend()
@@ -252,7 +250,7 @@ def make_pool(args, seeds, **options):
 
 
 def env_seeds(args, num_envs, *purpose):
-    """Seeds [K, num_envs] of emulators: those of an agent are the same as in a run of its own."""
+    """Seeds [K, num_envs] of emulators: an agent gets those that it would get if trained alone."""
     sequences = (np.random.SeedSequence([args.seed + k, *purpose]) for k in range(args.num_seeds))
     return np.stack([sequence.generate_state(num_envs) >> 1 for sequence in sequences])  # EnvPool takes 31 bits
 
@@ -289,7 +287,7 @@ def convolve(x, kernel, stride):
 def batch_last(obs):
     """Frames [M, C, Y, X] uint8 as float [C, Y, X, M]: moved in words of four pixels, which is faster than bytes."""
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32).transpose(1, 2, 3, 0)
-    words = jax.lax.optimization_barrier(words)  # XLA would move bytes again, in the copies that follow
+    words = jax.lax.optimization_barrier(words)  # or XLA would merge this into later copies, of bytes again
     pixels = words[..., None, :] >> 8 * jnp.arange(4, dtype=jnp.uint32)[:, None] & 255  # the first one comes lowest
     return pixels.reshape(*obs.shape[1:], -1).astype(jnp.float32)
 
@@ -298,7 +296,7 @@ def convolve_by_product(x, kernel, stride):
     """`convolve` as one matrix product, with the batch last: [C, Y, X, M] to [F, Y', X', M].
 
     XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a product is not. With
-    the batch last, the slices are copies of long runs.
+    the batch last, each slice copies long contiguous runs.
     """
     channels, height, width, num = x.shape
     extent, features = kernel.shape[0] // stride, kernel.shape[-1]
@@ -338,7 +336,7 @@ class NatureCNN(nn.Module):
 
 
 def init_params(key, num_actions):
-    """Parameters of the agent, a dict of arrays."""
+    """Parameters of the agent, a nested dict of arrays."""
     return NatureCNN(num_actions, by_products=False).init(key, jnp.zeros((1, 4, 84, 84), jnp.uint8))
 
 
@@ -406,10 +404,10 @@ def make_schedule(args):
 
 
 class EnvState(NamedTuple):
-    """What the pool told last; the emulators themselves cannot be seen."""
+    """The pool's last output; the emulators themselves cannot be saved."""
 
     obs: jax.Array  # [K, N, 4, 84, 84] uint8
-    done: jax.Array  # [K, N], whether that ended an episode: the next step only resets
+    done: jax.Array  # [K, N], whether the last step ended a life or game: the next one only resets
     lives: jax.Array  # [K, N], lives left
 
 
@@ -451,7 +449,7 @@ class Batch(NamedTuple):
 
 
 def rollout(args, envs, params, env_state, episodes, key):
-    """Takes T steps of all agents' environments in one pool; returns (env_state, episodes, trajectory).
+    """Takes T steps with all agents in one pool; returns (env_state, episodes, trajectory).
 
     Everything has a leading axis K, the trajectory as well.
     """
@@ -470,8 +468,8 @@ def rollout(args, envs, params, env_state, episodes, key):
         valid = ~env_state.done
         ret, length = episodes.ret + jnp.where(valid, score, 0.0), episodes.length + valid
         ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
-        done = valid & (game_over | truncated)  # of the game: lives do not count
-        episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
+        game_ended = valid & (game_over | truncated)
+        episodes = Episodes(*(jnp.where(game_ended, a, b) for a, b in zip(ended, running)))
         seen = env_state.obs, action, action_logprob(logits, action), value
         env_state = EnvState(obs, terminated | truncated, lives)
         return (handle, env_state, episodes), Trajectory(*seen, reward, terminated, truncated, valid)
@@ -572,8 +570,7 @@ def random_permutation(key, n):
         return (left << low) | right
 
     index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    if n != 1 << bits:
-        index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
+    index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
     return index.astype(jnp.int32)
 
 
@@ -610,7 +607,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """All that training needs but the emulators; checkpoints hold exactly this. Leaves have a leading seed axis K."""
+    """All that training needs except the emulators; checkpoints hold just this. Leaves have a leading seed axis K."""
 
     params: dict
     opt_state: optax.OptState
@@ -644,7 +641,7 @@ def init_agents(args, key, env_state, num_actions):
 def init_train_state(args, key, envs):
     """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`; starts new games in the pool.
 
-    With several processes the frames are right only where they are this process's own: `shard_state` takes those.
+    Only this process's share of the frames is filled, the rest is zero: `shard_state` takes its share of each process.
     """
     (obs, info), mine = envs.reset(), local_envs(args)
     frames = np.zeros((args.num_seeds, args.num_envs, *obs.shape[1:]), np.uint8)
@@ -664,17 +661,14 @@ def update(args, envs, state):
         _, last_value = forward(state.params, state.env_state.obs)
         batch = make_batch(args, trajectory, last_value)
         learning_rate = make_schedule(args)(state.update)
-        params, opt_state, metrics = update_epochs(
-            args, state.params, state.opt_state, batch, learning_rate, epochs_key
-        )
+        params, opt_state, metrics = update_epochs(args, *state[:2], batch, learning_rate, epochs_key)
         all_devices = lambda x: jax.lax.all_gather(x, AXIS)
         variance = lambda x: jnp.var(all_devices(x), where=all_devices(batch.valid))
         metrics |= {
             "losses/explained_variance": 1 - variance(batch.advantage) / variance(batch.ret),
             "charts/learning_rate": jnp.float32(learning_rate),
-            "charts/episodic_return": jnp.nanmean(
-                all_devices(state.episodes.last_ret)
-            ),  # NaN before the first game ends
+            # NaN before the first game ends
+            "charts/episodic_return": jnp.nanmean(all_devices(state.episodes.last_ret)),
             "charts/episodic_length": jnp.nanmean(all_devices(state.episodes.last_length)),
         }
         return state._replace(params=params, opt_state=opt_state, update=state.update + 1), metrics
@@ -845,7 +839,7 @@ def join_processes(args, scratch):
 
 
 class StopSignals(list):
-    """Signals received. Asked for its truth, it tells whether any process has one, so that all stop at once."""
+    """Signals received. It is true if any process has one, which all of them must ask for together, and then stop."""
 
     def __bool__(self):
         received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
@@ -874,7 +868,7 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest; returns its path."""
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest."""
     folder = pathlib.Path(run_dir, "checkpoints")
     folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
@@ -885,7 +879,6 @@ def save_checkpoint(run_dir, state, num_kept=3):
     path.with_suffix(".tmp").replace(path)
     for old in sorted(folder.glob("*.npz"))[:-num_kept]:
         old.unlink()
-    return path
 
 
 def load_checkpoint(run_dir, template):
@@ -1039,6 +1032,7 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
     devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
     if args.num_devices > jax.local_device_count():
         raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
@@ -1096,8 +1090,8 @@ def train(args, stop):
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
     finally:
-        jax.block_until_ready(state)  # what still steps the pool must end before the pool does
         logger.close()
+        jax.block_until_ready(state)  # what still steps the pool must end before the pool does
     if interrupted:
         print(f"interrupted at update {done}; go on with: python {sys.argv[0]} --resume {run_dir}")
         return 128 + stop[0]
@@ -1125,7 +1119,8 @@ def evaluate_run(given):
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
     stop = StopSignals()  # training ends after the chunk that is running
-    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = () if args.eval else (signal.SIGINT, signal.SIGTERM)
+    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
     try:
         with tempfile.TemporaryDirectory() as scratch:
             args = join_processes(args, scratch) if args.distributed else args

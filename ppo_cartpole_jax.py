@@ -77,19 +77,19 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 10
-    """updates per dispatch and per log entry"""
+    """updates per dispatch and log entry, at most"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 100
     """greedy episodes after training, each in an environment of its own"""
     capture_video: bool = False
-    """also record the greedy policy during training, not only at its end"""
+    """also evaluate and record the policy during training, not only at its end"""
     video_interval: int = 50
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to go on with; its saved arguments are used"""
+    """folder of a run to continue; of other flags only those that differ from their default count"""
     eval: str | None = None
-    """folder of a run to evaluate, without training; writes eval.json and a video"""
+    """folder of a run to evaluate as the evaluation flags given now say; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -150,13 +150,10 @@ class Args:
             _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
         _check(self.env_id == "CartPole-v1", f"--env_id must be CartPole-v1, not {self.env_id}")
         _check(self.kinematics_integrator in INTEGRATORS, f"--kinematics_integrator must be one of {INTEGRATORS}")
-        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
+        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
-        _check(
-            not self.track or importlib.util.find_spec("wandb"), "--track needs the wandb package: pip install wandb"
-        )
         devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
         _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
         share = batch // devices
@@ -495,7 +492,7 @@ def ppo_loss(params, batch, args):
 
 
 def normalize(advantage):
-    """Advantages [M] of a minibatch with mean 0 and deviation 1 over all devices."""
+    """Advantages [M] of a minibatch with mean 0 and standard deviation 1 over all devices."""
     mean = jax.lax.pmean(advantage.mean(), AXIS)
     variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
     return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
@@ -536,8 +533,7 @@ def random_permutation(key, n):
         return (left << low) | right
 
     index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    if n != 1 << bits:
-        index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
+    index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
     return index.astype(jnp.int32)
 
 
@@ -772,7 +768,7 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest; returns its path."""
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest."""
     folder = pathlib.Path(run_dir, "checkpoints")
     folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
@@ -783,7 +779,6 @@ def save_checkpoint(run_dir, state, num_kept=3):
     path.with_suffix(".tmp").replace(path)
     for old in sorted(folder.glob("*.npz"))[:-num_kept]:
         old.unlink()
-    return path
 
 
 def load_checkpoint(run_dir, template):
@@ -930,6 +925,7 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
     devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
     if args.num_devices > jax.local_device_count():
         raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
@@ -1012,7 +1008,8 @@ def evaluate_run(given):
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
     stop = []  # signals received: training ends after the chunk that is running
-    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = () if args.eval else (signal.SIGINT, signal.SIGTERM)
+    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
     try:
         status = evaluate_run(args) if args.eval else train(args, stop)
     except (UsageError, RunError, OSError) as error:

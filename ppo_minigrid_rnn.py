@@ -7,22 +7,27 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update in JAX.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in less than a minute on two CPU cores
-    python ppo_minigrid_rnn.py --env-id MemoryS9          # --list-envs lists all
+    python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 2000000    # --list-envs lists all
+    python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 2000000 --num-envs 256 --num-steps 64 \
+        --num-minibatches 8 --norm-adv --ent-coef 0.03    # memory needs other flags
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
-The reference's setting, for comparisons:
+The setting of the notebook that this script succeeds, for comparisons:
 
     python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \
         --num-minibatches 16 --gamma 0.99 --norm-adv --ent-coef 0.01 --rnn-hidden-dim 1024 --head-hidden-dim 256
 
-The environments are Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and distributions of
-levels. Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation, given
-the hidden state from before the reset. Minibatches are whole environments: sequences are never cut.
+The environments are 44 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and
+distributions of levels; missions, which none of them needs, are left out.
 
-Axes in shape comments: K seeds, T steps, N environments (of one device), M environments of a minibatch (in the
-environment's section: marked cells), A actions, L GRU layers, H hidden units, E evaluation episodes; in grids, H and W
-are height and width.
+Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation, given
+the hidden state from before the reset. Minibatches are whole environments, so a gradient goes back through all of the
+`num_steps` steps of a rollout, but not beyond.
+
+Axes in shape comments: K seeds, T steps, N environments (in what runs on a device: its share), M environments of a
+minibatch, B = T * M, A actions, L GRU layers, H hidden units, E evaluation episodes; C, Y, X, F channels, rows,
+columns, features of images; in grids, H and W are height and width and M the marked cells.
 """
 
 import time
@@ -84,7 +89,7 @@ class Args:
     distributed: bool = False
     """train with several processes that each run this command; the first one writes"""
     coordinator_address: str | None = None
-    """address:port of the first process; this and the next two only where JAX cannot find them (SLURM, MPI, TPU)"""
+    """address:port of the first process; JAX finds this and the next two by itself under SLURM and MPI"""
     num_processes: int | None = None
     """processes that train together"""
     process_id: int | None = None
@@ -96,7 +101,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates per dispatch and per log entry"""
+    """updates per dispatch and log entry, at most"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
@@ -106,13 +111,13 @@ class Args:
     eval_consecutive_episodes: int = 1
     """evaluate this many episodes per environment on one hidden state (for meta-RL, with --no-reset-hidden)"""
     capture_video: bool = False
-    """also record the greedy policy during training, not only at its end"""
+    """also evaluate and record the policy during training, not only at its end"""
     video_interval: int = 50
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to go on with; its saved arguments are used"""
+    """folder of a run to continue; of other flags only those that differ from their default count"""
     eval: str | None = None
-    """folder of a run to evaluate, without training; writes eval.json and a video"""
+    """folder of a run to evaluate as the evaluation flags given now say; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -160,13 +165,13 @@ class Args:
     update_epochs: int = 4
     """passes over the batch per update"""
     norm_adv: bool = False
-    """normalise advantages in each minibatch; before the first success that would only amplify noise"""
+    """normalise advantages in each minibatch; it would only amplify noise until the first success"""
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
     """clip the value loss too, by the same range"""
     ent_coef: float = 0.0005
-    """weight of the entropy bonus; a larger one outweighs rare successes"""
+    """weight of the entropy bonus; a larger one drowns out rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -190,13 +195,11 @@ class Args:
             _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
         object.__setattr__(self, "env_id", find_env(self.env_id).env_id)  # the full id
         _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
-        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed must lie in [0, 2**32), not {self.seed}")
+        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
-        _check(
-            not self.track or importlib.util.find_spec("wandb"), "--track needs the wandb package: pip install wandb"
-        )
+        _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
         devices, batch, minibatches = self.num_shards, self.batch_size, self.num_minibatches
         _check(self.num_envs % devices == 0, f"--num_devices: {devices} devices must divide --num_envs {self.num_envs}")
         share = self.num_envs // devices
@@ -242,7 +245,7 @@ RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA, AGENT, DOOR_CLOSED, DOOR_LOCKED = range(0, 104, 8)
 GREY_WALL, GREEN_GOAL, RED_LAVA, BLUE_BALL = WALL + GREY, GOAL + GREEN, LAVA + RED, BALL + BLUE
 
-LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # directions: 0 right, 1 down, 2 left, 3 up
+LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)
 VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, facing the first
 
 
@@ -258,7 +261,7 @@ class State(NamedTuple):
 
     grid: jax.Array  # [H * W] uint8, packed cells
     position: jax.Array  # [] int32, the agent's cell
-    direction: jax.Array  # [] int32
+    direction: jax.Array  # [] int32: 0 right, 1 down, 2 left, 3 up
     carrying: jax.Array  # [] uint8, packed cell, EMPTY for nothing
     step_count: jax.Array  # [] int32
     max_steps: jax.Array  # [] int32
@@ -306,7 +309,7 @@ class MiniGrid:
     | action      | 0 left, 1 right, 2 forward, 3 pick up, 4 drop, 5 toggle, 6 done (Dynamic-Obstacles: only 0 to 2)  |
     | observation | image [7, 7, 3] uint8, axes (column, row, code), (object, colour, state); direction 0 to 3        |
     | reward      | `1 - 0.9 * step_count / max_steps` on success, else 0 (Dynamic-Obstacles: -1 for a collision)     |
-    | terminated  | goal or lava entered, or what the family's `end_rule` says                                        |
+    | terminated  | goal or lava entered, a collision, or what the family's `end_rule` says                           |
     | truncated   | left to the caller: `state.step_count >= state.max_steps`. No auto-reset in `step` either         |
     """
 
@@ -314,7 +317,7 @@ class MiniGrid:
     width: int
     height: int
     max_steps: int
-    level: Callable[["MiniGrid", jax.Array], State]  # the family's generator
+    level: Callable[..., State]  # the family's generator: (env, key, x, y) -> State
     end_rule: Callable | None = None  # (before, action, after) -> (success, failure), on top of goal and lava
     see_through_walls: bool = False
     num_obstacles: int = 0
@@ -326,7 +329,7 @@ class MiniGrid:
 
     def reset(self, key):
         """An independent draw from Farama's distribution of levels."""
-        return self.level(self, key)
+        return self.level(self, key, *coordinates(self))
 
     def step(self, state, action):
         """(state, action [] int) -> (state, reward [] float32, terminated [] bool)."""
@@ -336,7 +339,7 @@ class MiniGrid:
         return self.transition(state._replace(key=key), action, self.move_obstacles(state, move_key))
 
     def transition(self, state, action, marks):
-        """`step` without its randomness: `marks` is [M], where the obstacles go (elsewhere `state.marks` itself)."""
+        """`step` without its randomness: `marks` is [M], where the obstacles go (without any, `state.marks` itself)."""
         grid, old_front = state.grid, self.front(state)
         before = at(grid, old_front)
         if self.num_obstacles:
@@ -381,9 +384,9 @@ class MiniGrid:
         return state.position + y * self.width + x
 
     def move_obstacles(self, state, key):
-        """[M] the obstacles' next cells: one after the other, each to a free cell around it, uniformly, or it stays.
+        """The obstacles' next cells [M]: one after the other moves to any free cell around it, or stays without one.
 
-        Farama gives up after 101 blind tries; that it then stays although a cell is free has probability < 1e-5.
+        Farama tries 101 random cells; that all miss the only free one (probability below 1e-5) is ignored.
         """
         around = np.array([y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)])
         uniforms = jax.random.uniform(key, (self.num_obstacles,))
@@ -427,7 +430,7 @@ class MiniGrid:
         return at(tile_table().reshape(256 * 8, 24), rows).reshape(VIEW * 8, VIEW * 8, 3)
 
     def render(self, state, tile_size=32):
-        """[H * tile_size, W * tile_size, 3] uint8 of one state, what the agent sees lit up; on the host."""
+        """[H * tile_size, W * tile_size, 3] uint8 of one state, with what the agent sees highlighted; on the host."""
         state = jax.tree.map(np.asarray, state._replace(key=None))
         position, direction = int(state.position), int(state.direction)
         offset_x, offset_y = view_cells(direction)
@@ -435,16 +438,14 @@ class MiniGrid:
         seen = np.asarray(self.view(state)).ravel() != UNSEEN
         seen &= np.asarray((x >= 0) & (x < self.width) & (y >= 0) & (y < self.height))
         lit = set(np.asarray(y * self.width + x)[seen].tolist())
-        tiles = [
-            draw_tile(cell, direction if i == position else None, i in lit, tile_size)
-            for i, cell in enumerate(state.grid.tolist())
-        ]
+        agent = {position: direction}
+        tiles = [draw_tile(cell, agent.get(i), i in lit, tile_size) for i, cell in enumerate(state.grid.tolist())]
         image = np.reshape(tiles, (self.height, self.width, tile_size, tile_size, 3))
         return image.swapaxes(1, 2).reshape(self.height * tile_size, self.width * tile_size, 3)
 
 
 def at(table, index):
-    """`table[index]` for an index known to lie inside: without the clamping, which costs more than the look-up."""
+    """`table[index]` without clamping, which costs more than the look-up: an index outside gives anything."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
 
 
@@ -459,7 +460,7 @@ def put(grid, cells, value):
 
 
 def memory_end(before, action, after):
-    """The cell beside the matching object, or beside the other one."""
+    """The agent stands beside the matching object (success) or beside the other one (failure)."""
     return after.position == after.marks[0], after.position == after.marks[1]
 
 
@@ -474,13 +475,13 @@ def pickup_end(before, action, after, kind):
 
 
 def red_blue_end(before, action, after):
-    """The blue door opened: success if the red one was open before. Red opened when blue was: failure."""
+    """The blue door is open: success if the red one was before, else failure. Closing blue with red open: failure."""
     red, blue = (at(before.grid, before.marks[i]) & 0xF8 == DOOR_OPEN for i in range(2))
     red_after, blue_after = (at(after.grid, after.marks[i]) & 0xF8 == DOOR_OPEN for i in range(2))
     return blue_after & red, (blue_after & ~red) | (~blue_after & red_after & blue)
 
 
-# Level generators: (env, key) -> State -------------------------------------------------------------------------------
+# Level generators: (env, key, x and y of every cell) -> State -------------------------------------------------------
 # One call draws all uniforms of a level. Where Farama tries random cells until one fits, `place` draws once from the
 # cells that fit: the same distribution.
 
@@ -530,7 +531,7 @@ def start(env, grid, position, direction, marks=(), key=None):
     return State(grid, as_int(position), as_int(direction), carrying, steps, as_int(env.max_steps), marks, key)
 
 
-def empty_level(env, key, random_start=False):
+def empty_level(env, key, x, y, random_start=False):
     """A room with the goal in its bottom right corner; obstacles (if any) in other free cells, one at a time."""
     key, level_key = jax.random.split(key) if env.num_obstacles else (None, key)
     u = jax.random.uniform(level_key, (2 + env.num_obstacles,))
@@ -543,11 +544,10 @@ def empty_level(env, key, random_start=False):
     return start(env, grid, position, direction, obstacles, key)
 
 
-def door_key_level(env, key):
+def door_key_level(env, key, x, y):
     """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
     u = jax.random.uniform(key, (5,))
     wall = 2 + below(u[0], env.width - 4)
-    x, _ = coordinates(env)
     door = (1 + below(u[1], env.height - 3)) * env.width + wall
     grid = put(walled(env, x == wall, goal=True), door, DOOR_LOCKED + YELLOW)
     position = place(u[2], grid, x < wall)
@@ -555,39 +555,34 @@ def door_key_level(env, key):
     return start(env, grid, position, below(u[4], 4))
 
 
-def four_rooms_level(env, key):
+def four_rooms_level(env, key, x, y):
     """Four rooms joined by one gap in each wall; agent and goal in any two free cells, gaps included."""
     u = jax.random.uniform(key, (7,))
-    x, y = coordinates(env)
     middle = env.width // 2
-    top, bottom, left, right = 1 + below(u[:4], middle - 1) + np.array([0, middle, 0, middle])
-    gaps = [top * env.width + middle, bottom * env.width + middle, middle * env.width + left,
-            middle * env.width + right]  # fmt: skip
-    grid = put(walled(env, (x == middle) | (y == middle)), jnp.stack(gaps), EMPTY)
+    along = 1 + below(u[:4], middle - 1) + np.array([0, middle, 0, middle])  # the upper, lower, left, right gap
+    gaps = along * np.array([env.width, env.width, 1, 1]) + middle * np.array([1, 1, env.width, env.width])
+    grid = put(walled(env, (x == middle) | (y == middle)), gaps, EMPTY)
     position = place(u[4], grid)
     return start(env, put(grid, place(u[5], grid, taken=position), GREEN_GOAL), position, below(u[6], 4))
 
 
-def lava_gap_level(env, key):
+def lava_gap_level(env, key, x, y):
     """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
     u = jax.random.uniform(key, (2,))
-    x, y = coordinates(env)
     gap_x, gap_y = 2 + below(u[0], env.width - 4), 1 + below(u[1], env.height - 2)
     lava = (x == gap_x) & (y != gap_y) & (y > 0) & (y < env.height - 1)
     return start(env, jnp.where(lava, jnp.uint8(RED_LAVA), walled(env, goal=True)), env.width + 1, 0)
 
 
-def dist_shift_level(env, key, second_row):
+def dist_shift_level(env, key, x, y, second_row):
     """Two strips of lava, the second near the first or far from it; nothing is random."""
-    x, y = coordinates(env)
     lava = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
     grid = jnp.where(lava, jnp.uint8(RED_LAVA), walled(env))
     return start(env, put(grid, 2 * env.width - 2, GREEN_GOAL), env.width + 1, 0)
 
 
-def crossing_level(env, key, num_crossings, obstacle):
+def crossing_level(env, key, x, y, num_crossings, obstacle):
     """Rivers of lava or wall on even rows and columns, each with an opening on a random way to the goal."""
-    x, y = coordinates(env)
     lines = np.arange(2, env.width - 2, 2)
     u = jax.random.uniform(key, (3, num_crossings))
     chosen = np.zeros(2 * len(lines), bool)
@@ -611,13 +606,12 @@ def crossing_level(env, key, num_crossings, obstacle):
     return start(env, grid, env.width + 1, 0)
 
 
-def memory_level(env, key, random_length=False):
+def memory_level(env, key, x, y, random_length=False):
     """A key or ball in the start room; a hallway leads to a junction with one of each: go to the same one.
 
     `marks` are the cells beside the matching and beside the other object.
     """
     u = jax.random.uniform(key, (4,))
-    x, y = coordinates(env)
     middle, end = env.height // 2, env.width - 3
     if random_length:
         end = 4 + below(u[0], env.width - 6)
@@ -633,10 +627,9 @@ def memory_level(env, key, random_length=False):
     return start(env, grid, middle * env.width + 1 + below(u[3], end), 0, (beside + up, beside - up))
 
 
-def unlock_level(env, key, box=False, ball=False):
+def unlock_level(env, key, x, y, box=False, ball=False):
     """Two 6x6 rooms, a locked door between them, key and agent in the left one; box behind, ball before the door."""
     u = jax.random.uniform(key, (7,))
-    x, y = coordinates(env)
     door, colour = (1 + below(u[0], 4)) * env.width + 5, below(u[1], 6)
     grid = put(walled(env, x == 5), door, DOOR_LOCKED + colour)
     if box:  # not on or beside (8, 3): RoomGrid's provisional place of the agent, in the middle of the right room
@@ -648,10 +641,9 @@ def unlock_level(env, key, box=False, ball=False):
     return start(env, grid, *place_agent(env, u[6], grid, x < 5), (door,))
 
 
-def red_blue_doors_level(env, key):
+def red_blue_doors_level(env, key, x, y):
     """A room in the middle with a red door in its left and a blue one in its right wall, agent inside."""
     u = jax.random.uniform(key, (4,))
-    x, _ = coordinates(env)
     left, right = env.height // 2, env.height // 2 + env.height - 1
     red, blue = ((1 + below(u[i], env.height - 2)) * env.width + wall for i, wall in enumerate((left, right)))
     grid = walled(env, (x == left) | (x == right))
@@ -660,7 +652,7 @@ def red_blue_doors_level(env, key):
     return start(env, grid, position, below(u[3], 4), (red, blue))
 
 
-def key_corridor_level(env, key):
+def key_corridor_level(env, key, x, y):
     """Three columns of 1x1 rooms: a hallway, a key on its left, and on its right a ball behind a locked door.
 
     Farama's `connect_all` adds doors in a random order until every room can be reached. So give each possible door a
@@ -668,7 +660,6 @@ def key_corridor_level(env, key):
     """
     num_rows = env.height // 2
     u = jax.random.uniform(key, (5 + 8 * num_rows,))
-    x, y = coordinates(env)
     behind, key_row, colour = below(u[0], num_rows), below(u[1], num_rows), below(u[2], 6)
     grid = walled(env, (x % 2 == 0) | ((y % 2 == 0) & (x != 3)))
     grid = put(grid, (2 * behind + 1) * env.width + 4, DOOR_LOCKED + colour)
@@ -824,7 +815,7 @@ def tile_table():
 
 
 class Inputs(NamedTuple):
-    """What the agent takes in at a step: T steps of M environments."""
+    """What the agent takes in during T steps of M environments."""
 
     image: jax.Array  # [T, M, 7, 7, 3] uint8, or [T, M, 56, 56, 3] with --img-obs
     direction: jax.Array  # [T, M]
@@ -845,7 +836,7 @@ def patches(x, size, stride):
     """[C, Y, X, B] -> [size * size * C, Y', X', B]: a convolution is one matrix product with these.
 
     XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a product is not. With
-    the batch last, the slices are copies of long runs.
+    the batch last, each slice copies long contiguous runs.
     """
     height, width = ((n - size) // stride + 1 for n in x.shape[1:3])
     last = lambda start, n: start + stride * (n - 1) + 1
@@ -854,7 +845,7 @@ def patches(x, size, stride):
 
 
 def one_hot_codes(x):
-    """[4 * 3, ...] -> [80, ...] bool, of patches of Farama's objects, colours and states."""
+    """[4 * 3, ...] -> [80, ...] bool: one-hot codes of the objects, colours and states in patches of 2x2 cells."""
     codes = ((x[i::3, None] == np.arange(n).reshape(-1, *[1] * (x.ndim - 1))) for i, n in enumerate((11, 6, 3)))
     return jnp.concatenate([code.reshape(-1, *x.shape[1:]) for code in codes])
 
@@ -903,14 +894,11 @@ class Agent(nn.Module):
 
         def dense(x, features, gain, name, bias_init=nn.initializers.zeros):  # [in, ...] -> [features, ...]
             bias = self.param(f"{name}_bias", bias_init, (features, 1))
-            product = jnp.dot(
-                weight(name, (features, len(x)), gain),
-                x.astype(dtype).reshape(len(x), -1),
-                preferred_element_type=jnp.float32,
-            )
+            kernel, flat = weight(name, (features, len(x)), gain), x.astype(dtype).reshape(len(x), -1)
+            product = jnp.dot(kernel, flat, preferred_element_type=jnp.float32)
             return (product + bias).reshape(features, *x.shape[1:])
 
-        x = inputs.image.reshape(-1, *inputs.image.shape[2:]).transpose(3, 1, 2, 0)  # [3, Y, X, B]
+        x = inputs.image.reshape(-1, *inputs.image.shape[2:]).transpose(3, 1, 2, 0)  # [3, Y, X, B], codes: [3, X, Y, B]
         for i, (features, extent, stride) in enumerate(PIXEL_LAYERS if args.img_obs else CODE_LAYERS):
             x = patches(x, extent, stride)
             if i == 0:
@@ -1089,7 +1077,7 @@ def reset_ended(env, key, done, env_state):
 
 
 def rollout(args, env, params, env_state, memory, episodes, key):
-    """Takes T steps in N environments that reset themselves; returns (env_state, memory, episodes, trajectory)."""
+    """Takes T steps in N environments, reset as episodes end; returns (env_state, memory, episodes, trajectory)."""
     action_key, reset_key = jax.random.split(key)
     num_envs = episodes.length.shape[0]
     noises = sample_noise(action_key, (args.num_steps, num_envs))
@@ -1116,7 +1104,7 @@ def rollout(args, env, params, env_state, memory, episodes, key):
 
     reset_keys = jax.random.split(reset_key, args.num_steps)
     carry, trajectory = jax.lax.scan(step, (env_state, memory, episodes), (noises, reset_keys))
-    if args.reset_hidden:  # tell the replay; the hidden state that the first step starts from is already reset
+    if args.reset_hidden:  # where the loss must do so too; the hidden state before the first step is already reset
         start = (trajectory.terminated | trajectory.truncated)[:-1]
         start = jnp.concatenate([jnp.zeros((1, num_envs), bool), start])
         trajectory = trajectory._replace(inputs=trajectory.inputs._replace(start=start))
@@ -1124,7 +1112,7 @@ def rollout(args, env, params, env_state, memory, episodes, key):
 
 
 def trajectory_values(args, env, params, trajectory):
-    """Values [T, N] of the true successors, also where an episode was truncated, given the hidden state before it."""
+    """Values [T, N] of the true successors, for truncated episodes with the hidden state from before the reset."""
 
     def successor_values(step):  # after the steps [N], one of each environment
         pick_step = lambda x: x[step, jnp.arange(step.shape[0])]
@@ -1217,8 +1205,7 @@ def random_permutation(key, n):
         return (left << low) | right
 
     index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    if n != 1 << bits:
-        index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
+    index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
     return index.astype(jnp.int32)
 
 
@@ -1483,7 +1470,7 @@ def join_processes(args, scratch):
 
 
 class StopSignals(list):
-    """Signals received. Asked for its truth, it tells whether any process has one, so that all stop at once."""
+    """Signals received. It is true if any process has one, which all of them must ask for together, and then stop."""
 
     def __bool__(self):
         received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
@@ -1512,7 +1499,7 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest; returns its path."""
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest."""
     folder = pathlib.Path(run_dir, "checkpoints")
     folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
@@ -1523,7 +1510,6 @@ def save_checkpoint(run_dir, state, num_kept=3):
     path.with_suffix(".tmp").replace(path)
     for old in sorted(folder.glob("*.npz"))[:-num_kept]:
         old.unlink()
-    return path
 
 
 def load_checkpoint(run_dir, template):
@@ -1671,6 +1657,7 @@ def open_run(args):
     run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
     devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
     if args.num_devices > jax.local_device_count():
         raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
@@ -1756,7 +1743,8 @@ def evaluate_run(given):
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
     stop = StopSignals()  # training ends after the chunk that is running
-    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = () if args.eval else (signal.SIGINT, signal.SIGTERM)
+    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
     try:
         if args.list_envs:
             print("\n".join(f"{e.env_id:40} {e.width}x{e.height}, {e.max_steps} steps" for e in ENVIRONMENTS.values()))

@@ -49,7 +49,7 @@ def train(env_id, seed, flags, folder):
     command = [sys.executable, str(ROOT / f"{script.SCRIPT}.py"), "--env-id", env_id, "--seed", str(seed), *flags]
     subprocess.run(command, cwd=folder, check=True)
     seconds = time.perf_counter() - start
-    (run,) = pathlib.Path(folder).glob(f"runs/*__{seed}__*")
+    run = max(pathlib.Path(folder).glob(f"runs/{env_id}__*__{seed}__*"))
     events = EventAccumulator(str(run)).Reload().Scalars("charts/episodic_return")
     first = events[0].wall_time
     curve = [[event.step, round(event.wall_time - first, 1), event.value] for event in events]
@@ -62,16 +62,17 @@ def main():
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/atari_learning", help="for the runs and videos")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     # Sampled, because a young greedy policy may wait for ever for a ball that it never serves.
     flags = ["--total-timesteps", "500000", "--eval-mode", "sampled", "--eval-episodes", str(choice.episodes), *flags]
+    pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
     results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
     for game in choice.games:
         random_play, runs = random_returns(game, choice.episodes), []
         for seed in range(1, choice.seeds + 1):
-            with tempfile.TemporaryDirectory() as folder:
-                summary, seconds, curve = train(game, seed, flags, folder)
+            summary, seconds, curve = train(game, seed, flags, choice.folder)
             keys = "seed total_timesteps eval_mode eval_return_mean eval_return_std sps train_seconds".split()
             runs.append({key: summary[key] for key in keys} | {"process_seconds": seconds, "curve": curve})
             print(f"{game} seed {seed}: random {random_play.mean():.2f}, trained {summary['eval_return_mean']:.2f}")

@@ -359,6 +359,19 @@ def test_tiles_equal_farama(size, lit):
 # Names and codes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size, in_view", [(7, 3), (9, 3), (11, 2), (13, 2)])
+def test_small_memory_levels_show_everything_at_once(size, in_view):
+    """From the junction, facing back, MemoryS7 and S9 show the cue too: there an agent needs no memory."""
+    env = script.find_env(f"MemoryS{size}")
+    reference = gymnasium.make(env.env_id).unwrapped
+    reference.reset(seed=0)
+    reference.agent_pos, reference.agent_dir = np.array([size - 2, size // 2]), 2
+    objects = np.isin(reference.gen_obs()["image"][..., 0], (script.KEY // 8, script.BALL // 8))
+    assert objects.sum() == in_view
+    view = env.view(jax.tree.map(jnp.asarray, state_of(reference)))
+    np.testing.assert_array_equal(np.isin(view & 0xF8, (script.KEY, script.BALL)).T, objects)
+
+
 def test_names():
     for env_id in IDS:
         short = env_id.removeprefix("MiniGrid-").removesuffix("-v0")
