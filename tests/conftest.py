@@ -14,9 +14,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # virtual devices for test_parallel.py
 # What one test or process has compiled the others load: most of the suite's time would be compilation.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers get it from the process that starts them
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
 sys.path.insert(0, str(ROOT))
 
 import pytest
