@@ -97,7 +97,7 @@ class Args:
     resume: str | None = None
     """folder of a run to continue; of other flags only those that differ from their default count"""
     eval: str | None = None
-    """folder of a run to evaluate as the evaluation flags given now say; writes eval.json and a video"""
+    """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"

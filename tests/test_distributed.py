@@ -137,3 +137,10 @@ def test_without_coordinator(script, tmp_path, capsys):
     process = start(script, tmp_path, 1, "--distributed")
     ((code, _, err),) = communicate([process])
     assert code == 2 and "--distributed" in err and "Traceback" not in err
+
+
+@having("join_processes")
+def test_evaluation_is_refused(script):
+    """All processes would write the same eval.json."""
+    with pytest.raises(script.UsageError, match="--eval"):
+        script.Args(distributed=True, eval="run")
