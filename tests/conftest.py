@@ -21,6 +21,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 sys.path.insert(0, str(ROOT))
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # A run of 20 updates for each script. A new script needs its row here, nothing else.
 QUICK = {
@@ -105,6 +106,16 @@ def run_of(folder):
     """The only run in a folder in which a script ran."""
     (run_dir,) = folder.glob("runs/*")
     return run_dir
+
+
+def newest_checkpoint(run_dir):
+    return max(run_dir.glob("checkpoints/*.npz"))
+
+
+def scalars(run_dir):
+    """{tag: [(step, value), ...]} as TensorBoard reads the event files of a run."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.fixture(scope="session")

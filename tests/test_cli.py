@@ -1,20 +1,17 @@
-"""Robustness: wrong arguments, damaged files, NaN, and real processes that are killed, interrupted and resumed."""
+"""Robustness: wrong arguments, damaged and foreign files, NaN; and the files that a run leaves."""
 
 import json
 import pickle
 import re
 import signal
 import struct
-import subprocess
 import sys
-import time
 import zipfile
 
 import numpy as np
 import pytest
 import tyro
-from conftest import QUICK, finish, having, quick_args, run_of, start
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import QUICK, having, newest_checkpoint, quick_args, scalars
 
 SUMMARY_KEYS = set(
     """script env_id seed num_seeds num_envs num_steps total_timesteps sps compile_seconds train_seconds wall_seconds
@@ -40,16 +37,6 @@ def failure(script, args, capsys):
 def contents(folder):
     """{relative path: bytes} of all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def newest_checkpoint(run_dir):
-    return max(run_dir.glob("checkpoints/*.npz"))
-
-
-def scalars(run_dir):
-    """{tag: [(step, value), ...]} as TensorBoard reads the event files of a run."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,6 +87,15 @@ def test_more_devices_than_there_are(script, tmp_path, capsys):
     assert not list(tmp_path.rglob("*__*"))
 
 
+def test_track_without_wandb(script, tmp_path, monkeypatch, capsys):
+    """Wrong usage, with the command that installs it, and no run folder is left behind."""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    args = quick_args(script, track=True, runs_dir=str(tmp_path / "runs"), videos_dir=str(tmp_path / "videos"))
+    code, error = failure(script, args, capsys)
+    assert code == 2 and "--track" in error and "pip install wandb" in error
+    assert not list(tmp_path.rglob("*__*"))
+
+
 def test_unwritable_runs_folder(script, tmp_path, capsys):
     """The folder's parent is a file, which stops root too."""
     (tmp_path / "file").touch()
@@ -138,6 +134,16 @@ def test_eval_repeats_the_evaluation(script, run_copy, tmp_path):
     assert after == before
     assert {"eval_return_mean", "eval_episodes"} <= set(evaluation)
     assert evaluation == {key: summary[key] for key in evaluation}
+
+
+@having("load_run")
+def test_interrupt_ends_an_evaluation(script, run_copy, tmp_path, monkeypatch):
+    """Ctrl-C during `--eval`: Python's own exception, and nothing is written."""
+    before = contents(run_copy)
+    monkeypatch.setattr(script, "evaluate", lambda *args: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        script.main(script.Args(eval=str(run_copy), videos_dir=str(tmp_path / "videos")))
+    assert contents(run_copy) == before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,71 +283,3 @@ def test_losses_that_are_not_finite(script, run_copy, tmp_path, capsys):
     code, error = failure(script, script.Args(resume=str(run_copy), videos_dir=str(tmp_path)), capsys)
     assert code == 1 and "not finite" in error
     assert contents(run_copy / "checkpoints") == before
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Processes
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def long_options(script):
-    """The quick run, twenty times as long: long enough to be stopped after its first checkpoint."""
-    quick = QUICK[script.__name__]
-    return quick | {"total_timesteps": 20 * quick["total_timesteps"]}
-
-
-@pytest.fixture(scope="session")
-def uninterrupted_run(script, long_options, tmp_path_factory):
-    return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
-
-
-@having(lacking="make_pool")  # emulators cannot be saved
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupted_run, number, code, tmp_path):
-    """Every array of the last checkpoint and every logged value but the SPS equal those of the uninterrupted run."""
-    process = start(script, tmp_path, **long_options)
-    while not list(tmp_path.glob("runs/*/checkpoints/*.npz")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    stdout, stderr = process.communicate()
-    assert process.returncode == code, stdout + stderr
-    run_dir = run_of(tmp_path)
-    assert newest_checkpoint(run_dir).name < newest_checkpoint(uninterrupted_run).name
-    resume = f"--resume runs/{run_dir.name}"
-    if number != signal.SIGKILL:
-        assert resume in stdout and not stderr
-        assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
-
-    result = subprocess.run([sys.executable, f"{script.__name__}.py", *resume.split()], cwd=tmp_path)
-    assert result.returncode == 0 and run_of(tmp_path) == run_dir
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
-    with np.load(newest_checkpoint(run_dir)) as ours, np.load(newest_checkpoint(uninterrupted_run)) as expected:
-        assert ours.files == expected.files
-        for name in expected.files:
-            assert ours[name].dtype == expected[name].dtype and ours[name].tobytes() == expected[name].tobytes(), name
-    logged, expected = scalars(run_dir), scalars(uninterrupted_run)
-    steps = {tag: [step for step, _ in events] for tag, events in logged.items()}
-    assert steps == {tag: [step for step, _ in events] for tag, events in expected.items()}
-    del logged["charts/SPS"], expected["charts/SPS"]
-    assert logged == expected
-
-
-@having("make_train_step", "load_run")
-def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
-    """SIGTERM during the evaluation for a video, before a checkpoint is due: there is one to resume from."""
-    evaluate = script.evaluate
-
-    def stopping(*args):
-        signal.raise_signal(signal.SIGTERM)
-        return evaluate(*args)
-
-    monkeypatch.setattr(script, "evaluate", stopping)
-    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
-    with pytest.raises(SystemExit) as exit:
-        script.main(quick_args(script, capture_video=True, video_interval=3, checkpoint_interval=100, **folders))
-    run_dir = run_of(tmp_path)
-    assert exit.value.code == 143 and f"--resume {run_dir}" in capsys.readouterr().out
-    _, state = script.load_run(run_dir)
-    assert (state.update == 3).all()
