@@ -547,33 +547,6 @@ def ppo_loss(params, batch, args):
     return loss, metrics
 
 
-def random_permutation(key, n):
-    """A pseudo-random permutation of range(n), without the sorts that make `jax.random.permutation` slow.
-
-    A Feistel network is a bijection on the index bits whatever its round function is; where n is no power of two,
-    indices that leave the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
-    """
-    bits = max(8, (n - 1).bit_length())  # narrower halves have too few round functions to be unbiased
-    low, high = bits // 2, bits - bits // 2  # widths of the two halves
-    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
-
-    def mix(half, round_key, width):  # the top bits of a multiplicative hash
-        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-        return (x ^ (x >> 13)) >> (32 - width)
-
-    def feistel(index):
-        left, right = index >> low, index & ((1 << low) - 1)
-        for left_key, right_key in round_keys:
-            left = left ^ mix(right, left_key, high)
-            right = right ^ mix(left, right_key, low)
-        return (left << low) | right
-
-    index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
-    return index.astype(jnp.int32)
-
-
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of B samples in shuffled minibatches; returns (params, opt_state, metrics)."""
 
@@ -587,7 +560,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
     def epoch(carry, key):
         params, opt_state, active = carry
-        order = random_permutation(key, batch.action.shape[0]).reshape(args.num_minibatches, -1)
+        order = jax.random.permutation(key, batch.action.shape[0]).reshape(args.num_minibatches, -1)
         new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), order)
         metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
         if args.target_kl is not None:
@@ -689,33 +662,25 @@ def make_mesh(args):
     return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
-def state_specs(state):
+def state_specs():
     """How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments."""
-    replicated = jax.tree.map(lambda _: PartitionSpec(), state)
-    sharded = {name: jax.tree.map(lambda _: PartitionSpec(None, AXIS), getattr(state, name)) for name in ENV_FIELDS}
-    return replicated._replace(**sharded)
-
-
-ENV_FIELDS = "env_state", "episodes"
+    replicated, sharded = TrainState(*[PartitionSpec()] * len(TrainState._fields)), PartitionSpec(None, AXIS)
+    return replicated._replace(env_state=sharded, episodes=sharded)
 
 
 def shard_state(args, state):
     """Spreads a `TrainState`, the same in every process, over the mesh."""
     mesh = make_mesh(args)
-    place = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-    return jax.tree.map(place, state, state_specs(state))
+    place = lambda spec, x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    return jax.tree.map(lambda spec, tree: jax.tree.map(functools.partial(place, spec), tree), state_specs(), state)
 
 
 def make_train_step(args, envs):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-
-    def train_step(state):
-        specs = state_specs(state)
-        layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
-        # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
-        return jax.shard_map(functools.partial(update, args, envs), **layout, check_vma=False)(state)
-
-    return jax.jit(train_step)
+    specs, step = state_specs(), functools.partial(update, args, envs)
+    layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
+    # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
+    return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
 
 def make_train_chunk(args, envs):

@@ -646,22 +646,20 @@ def make_mesh(args):
     return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
-def state_specs(state):
+def state_specs():
     """How a `TrainState` is laid out over the mesh: the last axis, N, of what belongs to the environments."""
-    replicated = jax.tree.map(lambda _: PartitionSpec(), state)
-    sharded = lambda tree: jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 1), AXIS), tree)
-    return replicated._replace(env_state=sharded(state.env_state), episodes=sharded(state.episodes))
+    replicated = TrainState(*[PartitionSpec()] * len(TrainState._fields))
+    return replicated._replace(env_state=PartitionSpec(None, None, AXIS), episodes=PartitionSpec(None, AXIS))
 
 
 def shard_state(args, state):
     """Spreads a `TrainState` over the mesh."""
-    return jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs(state)))
+    return jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs()))
 
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    specs = state_specs(init_train_state.eval_shape(args, seed_keys(args)))
-    step = over_seeds(functools.partial(update, args))
+    specs, step = state_specs(), over_seeds(functools.partial(update, args))
     layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
     # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))

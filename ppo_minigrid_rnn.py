@@ -247,6 +247,7 @@ GREY_WALL, GREEN_GOAL, RED_LAVA, BLUE_BALL = WALL + GREY, GOAL + GREEN, LAVA + R
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)
 VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, facing the first
+AGENT_CELL = VIEW**2 - 1 - VIEW // 2
 
 
 def unpack(cells):  # [...] -> [..., 3]
@@ -270,34 +271,35 @@ class State(NamedTuple):
 
 
 @functools.cache
-def visibility_table():
-    """What one row of the view passes on: [128 * 128] uint16, index `transparent * 128 + lit`, bit i for column i.
+def view_table(width, height):
+    """The cells of an agent's view, [H * W * 4, 7 * 7] by `position * 4 + direction`; -1 for those outside the grid.
 
-    The low 7 bits are the cells of the row that end up seen, the high 7 bits those of the row ahead that become lit.
-    Light spreads from lit transparent cells, first from left to right and then back, to the next cell in the sweep
-    and to the cells ahead of both; the last cell of a sweep passes nothing on, as in Farama's `Grid.process_vis`.
+    Rows come from far to near, columns from left to right.
     """
-    transparent, seen = np.divmod(np.arange(128 * 128), 128)
-    ahead = np.zeros_like(seen)
-    for columns, turn in ((range(VIEW - 1), 1), (range(VIEW - 1, 0, -1), -1)):
-        for i in columns:
-            shines = seen & transparent & (1 << i) > 0
-            seen |= np.where(shines, 1 << (i + turn), 0)
-            ahead |= np.where(shines, (1 << i) | (1 << (i + turn)), 0)
-    return (seen | ahead << VIEW).astype(np.uint16)
-
-
-def heading(direction):
-    """Unit vector (x, y) of a direction."""
-    return jnp.where(direction == 0, 1, 0) - (direction == 2), jnp.where(direction == 1, 1, 0) - (direction == 3)
-
-
-def view_cells(direction):
-    """Offsets (x, y) from the agent of its view's cells, each [7 * 7], rows from far to near, columns left to right."""
+    position, direction = np.divmod(np.arange(width * height * 4)[:, None], 4)
     row, column = np.divmod(np.arange(VIEW * VIEW), VIEW)
     ahead, aside = VIEW - 1 - row, column - VIEW // 2
-    forward_x, forward_y = heading(direction)  # a quarter turn right of (x, y) is (-y, x)
-    return forward_x * ahead - forward_y * aside, forward_y * ahead + forward_x * aside
+    forward_x, forward_y = np.array([1, 0, -1, 0])[direction], np.array([0, 1, 0, -1])[direction]
+    x = position % width + forward_x * ahead - forward_y * aside  # a quarter turn right of (x, y) is (-y, x)
+    y = position // width + forward_y * ahead + forward_x * aside
+    return np.where((x >= 0) & (x < width) & (y >= 0) & (y < height), y * width + x, -1)
+
+
+def light(clear, lit):
+    """(cells of a row that end up seen, cells of the row ahead that are lit by them), given its clear and lit cells.
+
+    Rows are the bits of an integer, bit i for column i. Light spreads from lit clear cells, first from left to right
+    and then back, to the next cell in the sweep and to the cells ahead of both; the last cell of a sweep passes nothing
+    on, as in Farama's `Grid.process_vis`.
+    """
+    lit = (lit | clear ^ (clear + (lit & clear))) & 127  # a carry runs through clear cells and stops behind them
+    rightward = lit & clear & 63
+    two = clear & clear << 1  # clear, as is the next one to the right
+    lit |= (lit & clear) >> 1
+    lit |= (lit & two) >> 2
+    lit |= (lit & two & two << 2) >> 4
+    leftward = lit & clear & 126
+    return lit, rightward | rightward << 1 | leftward | leftward >> 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,8 +382,7 @@ class MiniGrid:
 
     def front(self, state):
         """The cell in front of the agent."""
-        x, y = heading(state.direction)
-        return state.position + y * self.width + x
+        return state.position + at(np.array([1, self.width, -1, -self.width]), state.direction)
 
     def move_obstacles(self, state, key):
         """The obstacles' next cells [M]: one after the other moves to any free cell around it, or stays without one.
@@ -401,22 +402,21 @@ class MiniGrid:
 
     def view(self, state):
         """[7, 7] uint8 packed cells (row, column) of the agent's view, UNSEEN where walls or doors hide them."""
-        offset_x, offset_y = view_cells(state.direction)
-        x, y = state.position % self.width + offset_x, state.position // self.width + offset_y
-        inside = (x >= 0) & (x < self.width) & (y >= 0) & (y < self.height)
-        grid = put(state.grid, state.position, state.carrying)  # what it carries is seen where it stands
-        cells = jnp.where(inside, at(grid, jnp.where(inside, y * self.width + x, 0)), GREY_WALL)
+        shown = np.maximum(view_table(self.width, self.height), 0)  # cell 0, a wall, stands for those outside
+        cells = at(state.grid, at(shown, state.position * 4 + state.direction))
+        cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)  # what it carries is seen there
         if self.see_through_walls:
             return cells.reshape(VIEW, VIEW)
-        clear = (cells & 0xF8 != WALL) & (cells < DOOR_CLOSED)
-        clear = jnp.where(clear, np.tile(1 << np.arange(VIEW), VIEW), 0).reshape(VIEW, VIEW).sum(1)
-        table, lit, rows = visibility_table(), jnp.int32(1 << VIEW // 2), []
-        for row in reversed(range(VIEW)):
-            entry = at(table, clear[row] * 128 + lit).astype(jnp.int32)
-            rows.append(entry & 127)
-            lit = entry >> VIEW
-        seen = jnp.stack(rows[::-1])[:, None] >> np.arange(VIEW) & 1
-        return jnp.where(seen == 1, cells.reshape(VIEW, VIEW), UNSEEN)
+        # Rows as bits, in two words: arrays of them would be worked out again for every cell on a CPU.
+        bit = np.arange(VIEW**2) % (4 * VIEW)
+        clear = ((cells & 0xF8 != WALL) & (cells < DOOR_CLOSED)).astype(jnp.int32) << bit
+        words = [clear[: 4 * VIEW].sum(), clear[4 * VIEW :].sum()]
+        lit, seen = 1 << VIEW // 2, [0, 0]
+        for word, shift in [divmod(row, 4) for row in reversed(range(VIEW))]:
+            row, lit = light(words[word] >> shift * VIEW & 127, lit)
+            seen[word] |= row << shift * VIEW
+        seen = jnp.where(np.arange(VIEW**2) < 4 * VIEW, *seen) >> bit & 1
+        return jnp.where(seen == 1, cells, UNSEEN).reshape(VIEW, VIEW)
 
     def observe(self, state):
         """Farama's partial observation: {"image": [7, 7, 3] uint8, "direction": [] int32}."""
@@ -424,7 +424,7 @@ class MiniGrid:
 
     def observe_rgb(self, state):
         """[56, 56, 3] uint8: the partial view at 8 pixels a tile (Farama's RGBImgPartialObsWrapper(tile_size=8))."""
-        agent = np.arange(VIEW * VIEW).reshape(VIEW, VIEW) == (VIEW - 1) * VIEW + VIEW // 2
+        agent = np.arange(VIEW**2).reshape(VIEW, VIEW) == AGENT_CELL
         tiles = self.view(state).astype(jnp.int32) + 128 * agent
         rows = tiles[:, None] * 8 + np.arange(8)[:, None]  # [7, 8, 7], the order of the picture: no transposition
         return at(tile_table().reshape(256 * 8, 24), rows).reshape(VIEW * 8, VIEW * 8, 3)
@@ -433,11 +433,8 @@ class MiniGrid:
         """[H * tile_size, W * tile_size, 3] uint8 of one state, with what the agent sees highlighted; on the host."""
         state = jax.tree.map(np.asarray, state._replace(key=None))
         position, direction = int(state.position), int(state.direction)
-        offset_x, offset_y = view_cells(direction)
-        x, y = position % self.width + offset_x, position // self.width + offset_y
-        seen = np.asarray(self.view(state)).ravel() != UNSEEN
-        seen &= np.asarray((x >= 0) & (x < self.width) & (y >= 0) & (y < self.height))
-        lit = set(np.asarray(y * self.width + x)[seen].tolist())
+        shown = view_table(self.width, self.height)[position * 4 + direction]
+        lit = set(shown[np.asarray(self.view(state)).ravel() != UNSEEN].tolist())
         agent = {position: direction}
         tiles = [draw_tile(cell, agent.get(i), i in lit, tile_size) for i, cell in enumerate(state.grid.tolist())]
         image = np.reshape(tiles, (self.height, self.width, tile_size, tile_size, 3))
@@ -921,7 +918,8 @@ class Agent(nn.Module):
         actor = jnp.tanh(dense(x, args.head_hidden_dim, math.sqrt(2), "actor_hidden"))
         critic = jnp.tanh(dense(x, args.head_hidden_dim, math.sqrt(2), "critic_hidden"))
         logits = dense(actor, self.num_actions, 0.01, "actor").reshape(-1, num_steps, num_envs)
-        value = dense(critic, 1, 1.0, "critic").reshape(num_steps, num_envs)
+        # Small too: where rewards are rare, the first errors of the critic are all that the actor learns from.
+        value = dense(critic, 1, 0.01, "critic").reshape(num_steps, num_envs)
         return logits.transpose(1, 2, 0), value, jnp.stack(hiddens).transpose(1, 3, 0, 2)
 
 
@@ -1182,33 +1180,6 @@ def ppo_loss(params, batch, hidden, args, env):
     return loss, metrics
 
 
-def random_permutation(key, n):
-    """A pseudo-random permutation of range(n), without the sorts that make `jax.random.permutation` slow.
-
-    A Feistel network is a bijection on the index bits whatever its round function is; where n is no power of two,
-    indices that leave the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
-    """
-    bits = max(8, (n - 1).bit_length())  # narrower halves have too few round functions to be unbiased
-    low, high = bits // 2, bits - bits // 2  # widths of the two halves
-    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
-
-    def mix(half, round_key, width):  # the top bits of a multiplicative hash
-        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-        return (x ^ (x >> 13)) >> (32 - width)
-
-    def feistel(index):
-        left, right = index >> low, index & ((1 << low) - 1)
-        for left_key, right_key in round_keys:
-            left = left ^ mix(right, left_key, high)
-            right = right ^ mix(left, right_key, low)
-        return (left << low) | right
-
-    index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
-    return index.astype(jnp.int32)
-
-
 def update_epochs(args, env, params, opt_state, batch, hidden, learning_rate, key):
     """Passes over a `Batch` of [T, N] in minibatches of whole environments; returns (params, opt_state, metrics)."""
 
@@ -1222,7 +1193,7 @@ def update_epochs(args, env, params, opt_state, batch, hidden, learning_rate, ke
 
     def epoch(carry, key):
         params, opt_state, active = carry
-        order = random_permutation(key, hidden.shape[0]).reshape(args.num_minibatches, -1)
+        order = jax.random.permutation(key, hidden.shape[0]).reshape(args.num_minibatches, -1)
         new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), order)
         metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
         if args.target_kl is not None:
@@ -1317,27 +1288,22 @@ def make_mesh(args):
     return Mesh(np.array(devices).ravel(), (AXIS,))
 
 
-def state_specs(state):
+def state_specs():
     """How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments."""
-    replicated = jax.tree.map(lambda _: PartitionSpec(), state)
-    sharded = {name: jax.tree.map(lambda _: PartitionSpec(None, AXIS), getattr(state, name)) for name in ENV_FIELDS}
-    return replicated._replace(**sharded)
-
-
-ENV_FIELDS = "env_state", "memory", "episodes"
+    replicated, sharded = TrainState(*[PartitionSpec()] * len(TrainState._fields)), PartitionSpec(None, AXIS)
+    return replicated._replace(env_state=sharded, memory=sharded, episodes=sharded)
 
 
 def shard_state(args, state):
     """Spreads a `TrainState`, the same in every process, over the mesh."""
     mesh = make_mesh(args)
-    place = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-    return jax.tree.map(place, state, state_specs(state))
+    place = lambda spec, x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    return jax.tree.map(lambda spec, tree: jax.tree.map(functools.partial(place, spec), tree), state_specs(), state)
 
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    specs = state_specs(init_train_state.eval_shape(args, seed_keys(args)))
-    step = over_seeds(functools.partial(update, args))
+    specs, step = state_specs(), over_seeds(functools.partial(update, args))
     layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
     # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
