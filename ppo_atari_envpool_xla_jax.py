@@ -391,13 +391,6 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
     return params, opt_state, optax.tree.norm(grads)
 
 
-def make_schedule(args):
-    """Learning rate as a function of the update."""
-    if args.anneal_lr:
-        return optax.linear_schedule(args.learning_rate, 0.0, args.num_updates)
-    return optax.constant_schedule(args.learning_rate)
-
-
 # ======================================================================================================================
 # PPO
 # ======================================================================================================================
@@ -633,7 +626,7 @@ def update(args, envs, state):
     def learn(state, trajectory, epochs_key):
         _, last_value = forward(state.params, state.env_state.obs)
         batch = make_batch(args, trajectory, last_value)
-        learning_rate = make_schedule(args)(state.update)
+        learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
         params, opt_state, metrics = update_epochs(args, *state[:2], batch, learning_rate, epochs_key)
         all_devices = lambda x: jax.lax.all_gather(x, AXIS)
         variance = lambda x: jnp.var(all_devices(x), where=all_devices(batch.valid))

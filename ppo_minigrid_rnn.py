@@ -10,6 +10,8 @@
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 2000000    # --list-envs lists all
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 2000000 --num-envs 256 --num-steps 64 \
         --num-minibatches 8 --norm-adv --ent-coef 0.03    # memory needs other flags
+    python ppo_minigrid_rnn.py --env-id UnlockPickup --total-timesteps 6000000 --gae-lambda 0.99 --ent-coef 0.0001 \
+        --adam-eps 1e-5 --target-kl 0.02    # so do the rarest rewards
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
 The setting of the notebook that this script succeeds, for comparisons:
@@ -1000,13 +1002,6 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
     return params, opt_state, optax.tree.norm(grads)
 
 
-def make_schedule(args):
-    """Learning rate as a function of the update."""
-    if args.anneal_lr:
-        return optax.linear_schedule(args.learning_rate, 0.0, args.num_updates)
-    return optax.constant_schedule(args.learning_rate)
-
-
 # ======================================================================================================================
 # PPO
 # ======================================================================================================================
@@ -1262,7 +1257,7 @@ def update(args, state):
     advantages = compute_gae(traj.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
     returns = advantages + values
     batch = Batch(traj.inputs, traj.action, traj.logprob, advantages, returns, values)
-    learning_rate = make_schedule(args)(state.update)
+    learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
     optimizer = state.params, state.opt_state
     hidden = state.memory.hidden  # before the rollout
     params, opt_state, metrics = update_epochs(args, env, *optimizer, batch, hidden, learning_rate, epochs_key)
