@@ -384,7 +384,7 @@ class MiniGrid:
 
     def front(self, state):
         """The cell in front of the agent."""
-        return state.position + at(np.array([1, self.width, -1, -self.width]), state.direction)
+        return state.position + at(np.array([1, self.width, -1, -self.width], np.int32), state.direction)
 
     def move_obstacles(self, state, key):
         """The obstacles' next cells [M]: one after the other moves to any free cell around it, or stays without one.

@@ -141,8 +141,12 @@ def test_interrupt_ends_an_evaluation(script, run_copy, tmp_path, monkeypatch):
     """Ctrl-C during `--eval`: Python's own exception, and nothing is written."""
     before = contents(run_copy)
     monkeypatch.setattr(script, "evaluate", lambda *args: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        script.main(script.Args(eval=str(run_copy), videos_dir=str(tmp_path / "videos")))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            script.main(script.Args(eval=str(run_copy), videos_dir=str(tmp_path / "videos")))
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert contents(run_copy) == before
 
 
