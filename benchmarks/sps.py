@@ -3,7 +3,7 @@
     python benchmarks/sps.py                       # every script with its own defaults and the reference settings
     python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (see requirements.txt)
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
-    python benchmarks/sps.py --env-only            # MiniGrid's environments alone, beside xminigrid
+    python benchmarks/sps.py --env-only            # MiniGrid's environments alone, beside xminigrid; also: --stack
     python benchmarks/sps.py --atari               # Atari: emulators alone, network alone, the whole
 
 Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
@@ -77,15 +77,20 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     return lambda: updates * args.batch_size * args.num_seeds / run(updates), compile_seconds
 
 
-def timed_steps(reset, step, num_envs, num_steps=64):
+def timed_steps(reset, step, num_envs, stack, num_steps=64):
     """Steps per second of `num_envs` environments and the seconds of compilation.
 
-    `reset(keys)` gives a carry, `step(carry, key)` takes a random action everywhere and gives (carry, observations).
-    The observations of all steps are kept, as a rollout would: adding them up takes longer than making them.
+    `reset(keys)` gives (state, observation), `step(state, key)` takes a random action everywhere and gives (state,
+    observation, (reward, done)). Every observation is written to memory, where an agent would read it. With `stack`
+    those of all steps are also put into one array, as rollouts do; that XLA does on one core.
     """
 
     def run_steps(carry, key):
-        return jax.lax.scan(step, carry, jax.random.split(key, num_steps))
+        def one(carry, key):
+            state, obs, outcome = step(carry[0], key)
+            return (state, obs), (outcome, carry[1]) if stack else outcome
+
+        return jax.lax.scan(one, carry, jax.random.split(key, num_steps))
 
     carry = [jax.jit(reset)(jax.random.split(jax.random.key(0), num_envs))]
     start = time.perf_counter()
@@ -103,7 +108,7 @@ def timed_steps(reset, step, num_envs, num_steps=64):
     return run, compile_seconds
 
 
-def our_minigrid(env_id, num_envs):
+def our_minigrid(env_id, num_envs, stack):
     import ppo_minigrid_rnn as script
 
     env = script.find_env(env_id)
@@ -115,12 +120,16 @@ def our_minigrid(env_id, num_envs):
         )
         done = terminated | (state.step_count >= env.max_steps)
         state = script.reset_ended(env, reset_key, done, state)
-        return state, (jax.vmap(env.observe)(state), reward, done)
+        return state, jax.vmap(env.observe)(state), (reward, done)
 
-    return timed_steps(jax.vmap(env.reset), step, num_envs)
+    def reset(keys):
+        state = jax.vmap(env.reset)(keys)
+        return state, jax.vmap(env.observe)(state)
+
+    return timed_steps(reset, step, num_envs, stack)
 
 
-def xminigrid_env(env_id, num_envs):
+def xminigrid_env(env_id, num_envs, stack):
     import xminigrid
     from xminigrid.wrappers import GymAutoResetWrapper
 
@@ -130,9 +139,13 @@ def xminigrid_env(env_id, num_envs):
     def step(timestep, key):
         action = jax.random.randint(key, (num_envs,), 0, env.num_actions(params))
         timestep = jax.vmap(env.step, (None, 0, 0))(params, timestep, action)
-        return timestep, (timestep.observation, timestep.reward, timestep.step_type)
+        return timestep, timestep.observation, (timestep.reward, timestep.step_type)
 
-    return timed_steps(lambda keys: jax.vmap(env.reset, (None, 0))(params, keys), step, num_envs)
+    def reset(keys):
+        timestep = jax.vmap(env.reset, (None, 0))(params, keys)
+        return timestep, timestep.observation
+
+    return timed_steps(reset, step, num_envs, stack)
 
 
 class StillPool:
@@ -252,8 +265,8 @@ def candidates(choice):
         yield "stable-baselines3", lambda: sb3_like("stable_baselines3")
     elif choice.env_only:
         for ours_id, theirs in PEER_ENVIRONMENTS.items():
-            yield f"ppo_minigrid_rnn {ours_id}", lambda env_id=ours_id: our_minigrid(env_id, 8192)
-            yield f"xminigrid {theirs}", lambda env_id=theirs: xminigrid_env(f"MiniGrid-{env_id}", 8192)
+            yield f"ppo_minigrid_rnn {ours_id}", lambda env_id=ours_id: our_minigrid(env_id, 8192, choice.stack)
+            yield f"xminigrid {theirs}", lambda env_id=theirs: xminigrid_env(f"MiniGrid-{env_id}", 8192, choice.stack)
     elif choice.atari:
         name = "ppo_atari_envpool_xla_jax"
         yield f"{name} defaults", lambda: ours(name)
@@ -280,6 +293,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", action="store_true", help="measure the peers beside ppo_cartpole_jax")
     parser.add_argument("--env-only", action="store_true", help="MiniGrid without training, beside xminigrid")
+    parser.add_argument("--stack", action="store_true", help="with --env-only: keep all observations in one array")
     parser.add_argument("--atari", action="store_true", help="measure what an Atari step's time consists of")
     parser.add_argument("--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four")
     parser.add_argument("--script", default="ppo_cartpole_jax", help="the script whose scaling is measured")
