@@ -5,6 +5,7 @@
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
     python benchmarks/sps.py --env-only            # MiniGrid's environments alone, beside xminigrid; also: --stack
     python benchmarks/sps.py --atari               # Atari: emulators alone, network alone, the whole
+    python benchmarks/sps.py --large               # sizes that fill a GPU
 
 Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
 together with ratios to the first candidate, because machines drift. A round ends with `block_until_ready`.
@@ -12,8 +13,9 @@ together with ratios to the first candidate, because machines drift. A round end
 
 import argparse
 import datetime
-import importlib
+import importlib.util
 import json
+import math
 import os
 import pathlib
 import platform
@@ -38,12 +40,24 @@ REFERENCE = {
 }  # fmt: skip
 # Ours -> the environment of xminigrid that comes closest (it sees through walls, ours does not).
 PEER_ENVIRONMENTS = {name: name for name in ("Empty-6x6", "DoorKey-8x8", "FourRooms")} | {"MemoryS9": "MemoryS8"}
-HIDDEN = {"ppo_cartpole_jax": (4, 64, 3), "ppo_swingup_jax": (5, 128, 2)}  # inputs, width, outputs of both networks
+# Sizes that fill a GPU; the last ones are the setting of the notebook that the MiniGrid script succeeds.
+LARGE = [
+    (name, dict(num_envs=num_envs, num_steps=128, update_epochs=4, num_minibatches=4))
+    for name in ("ppo_cartpole_jax", "ppo_swingup_jax")
+    for num_envs in (1024, 16_384, 65_536)
+] + [
+    ("ppo_minigrid_rnn", dict(
+        env_id="DoorKey-8x8", num_envs=8192, num_steps=16, update_epochs=1, num_minibatches=16, rnn_hidden_dim=1024,
+        head_hidden_dim=256, bf16=bf16,
+    ))
+    for bf16 in (False, True)
+]  # fmt: skip
 
 
-def matrix_peak():
-    """Floating-point operations per second of a large float32 product, the best of ten."""
-    a = jax.random.normal(jax.random.key(0), (2048, 2048))
+def matrix_peak(dtype=jnp.float32):
+    """Floating-point operations per second of a large product, the best of ten."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype)
     product = jax.jit(lambda a: a @ a)
     product(a).block_until_ready()
     seconds = []
@@ -51,11 +65,36 @@ def matrix_peak():
         start = time.perf_counter()
         product(a).block_until_ready()
         seconds.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(seconds)
+    return 2 * size**3 / min(seconds)
+
+
+def product_flops(jaxpr):
+    """Floating-point operations of all matrix products and convolutions of a program, loops included."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        inner = [getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(list(eqn.params.values()))]
+        inner = [product_flops(sub) for sub in inner if hasattr(sub, "eqns")]
+        match eqn.primitive.name:
+            case "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                lengths = [eqn.invars[0].aval.shape[axis] for axis in contracted]
+                total += 2 * eqn.outvars[0].aval.size * math.prod(lengths)
+            case "conv_general_dilated":
+                kernel, out_axis = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec[0]
+                total += 2 * eqn.outvars[0].aval.size * kernel.size // kernel.shape[out_axis]
+            case "scan":
+                total += eqn.params["length"] * sum(inner)
+            case "while":
+                assert not any(inner), "how often a while loop runs is not known"
+            case "cond":
+                total += max(inner)
+            case _:
+                total += sum(inner)
+    return total
 
 
 def ours(name, wrap_pool=lambda envs: envs, **changes):
-    """A function that trains for about a second and returns steps per second, and the seconds of compilation."""
+    """A script with these arguments: a function that trains for a second and returns steps per second, and facts."""
     script = importlib.import_module(name)
     args = script.Args(**{"total_timesteps": 10**12, **changes})
     pool = [wrap_pool(script.make_env(args))] if hasattr(script, "make_pool") else []
@@ -63,7 +102,11 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     carry, updates = [script.shard_state(args, state)], 1
     start = time.perf_counter()
     chunk = script.make_train_chunk(args, *pool).lower(carry[0], jnp.int32(1)).compile()
-    compile_seconds = time.perf_counter() - start
+    facts = {"compile_seconds": time.perf_counter() - start, "product_dtype": "float32"}
+    if getattr(args, "bf16", False):
+        facts["product_dtype"] = "bfloat16"
+    flops = product_flops(jax.make_jaxpr(script.make_train_step(args, *pool))(state).jaxpr)
+    facts["product_flops_per_step"] = flops / (args.batch_size * args.num_seeds)
 
     def run(updates):
         start = time.perf_counter()
@@ -74,7 +117,7 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     while (seconds := run(updates)) < 0.5:  # warms up and finds how many updates make a second
         updates *= 2
     updates = max(1, round(updates / seconds))
-    return lambda: updates * args.batch_size * args.num_seeds / run(updates), compile_seconds
+    return lambda: updates * args.batch_size * args.num_seeds / run(updates), facts
 
 
 def timed_steps(reset, step, num_envs, stack, num_steps=64):
@@ -95,7 +138,7 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
     carry = [jax.jit(reset)(jax.random.split(jax.random.key(0), num_envs))]
     start = time.perf_counter()
     compiled = jax.jit(run_steps).lower(carry[0], jax.random.key(0)).compile()
-    compile_seconds = time.perf_counter() - start
+    facts = {"compile_seconds": time.perf_counter() - start}
     calls = [0]
 
     def run():
@@ -105,7 +148,7 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
             carry[0], _ = jax.block_until_ready(compiled(carry[0], jax.random.key(calls[0])))
         return (calls[0] - first) * num_steps * num_envs / (time.perf_counter() - start)
 
-    return run, compile_seconds
+    return run, facts
 
 
 def our_minigrid(env_id, num_envs, stack):
@@ -188,7 +231,7 @@ def emulators_alone(num_steps=128, **changes):
 
     start = time.perf_counter()
     play = play.lower(jax.random.key(0)).compile()
-    compile_seconds = time.perf_counter() - start
+    facts = {"compile_seconds": time.perf_counter() - start}
 
     def run():
         start = time.perf_counter()
@@ -196,7 +239,7 @@ def emulators_alone(num_steps=128, **changes):
         return num_steps * envs.config["num_envs"] / (time.perf_counter() - start)
 
     run()
-    return run, compile_seconds
+    return run, facts
 
 
 def rejax_ppo():
@@ -212,14 +255,14 @@ def rejax_ppo():
     state = [algorithm.init_state(jax.random.key(0))]
     start = time.perf_counter()
     state[0] = jax.block_until_ready(loop(state[0]))
-    compile_seconds = time.perf_counter() - start
+    facts = {"compile_seconds": time.perf_counter() - start}
 
     def run():
         start = time.perf_counter()
         state[0] = jax.block_until_ready(loop(state[0]))
         return iterations * 64 * 128 / (time.perf_counter() - start)
 
-    return run, compile_seconds
+    return run, facts
 
 
 def sb3_like(library):
@@ -239,21 +282,14 @@ def sb3_like(library):
     model = module.PPO("MlpPolicy", make_vec_env("CartPole-v1", 64), policy_kwargs=policy, **settings)
     start = time.perf_counter()
     model.learn(64 * 128)
-    compile_seconds = time.perf_counter() - start
+    facts = {"compile_seconds": time.perf_counter() - start}
 
     def run():
         start = time.perf_counter()
         model.learn(2 * 64 * 128, reset_num_timesteps=False)
         return 2 * 64 * 128 / (time.perf_counter() - start)
 
-    return run, compile_seconds
-
-
-def floor_sps(name, peak, epochs):
-    """SPS if only the products of the two networks took time, at the measured peak."""
-    inputs, width, outputs = HIDDEN[name]
-    multiply_adds = 2 * (inputs * width + width * width) + outputs * width
-    return peak / (2 * multiply_adds * (1 + 3 * epochs))
+    return run, facts
 
 
 def candidates(choice):
@@ -266,7 +302,16 @@ def candidates(choice):
     elif choice.env_only:
         for ours_id, theirs in PEER_ENVIRONMENTS.items():
             yield f"ppo_minigrid_rnn {ours_id}", lambda env_id=ours_id: our_minigrid(env_id, 8192, choice.stack)
-            yield f"xminigrid {theirs}", lambda env_id=theirs: xminigrid_env(f"MiniGrid-{env_id}", 8192, choice.stack)
+            if importlib.util.find_spec("xminigrid"):
+                yield (
+                    f"xminigrid {theirs}",
+                    lambda env_id=theirs: xminigrid_env(f"MiniGrid-{env_id}", 8192, choice.stack),
+                )
+    elif choice.large:
+        for name, changes in LARGE:
+            shape = "num_envs num_steps rnn_hidden_dim bf16".split()
+            label = " ".join(f"{field}={changes[field]}" for field in shape if field in changes)
+            yield f"{name} {label}", lambda name=name, changes=changes: ours(name, **changes)
     elif choice.atari:
         name = "ppo_atari_envpool_xla_jax"
         yield f"{name} defaults", lambda: ours(name)
@@ -295,6 +340,7 @@ def main():
     parser.add_argument("--env-only", action="store_true", help="MiniGrid without training, beside xminigrid")
     parser.add_argument("--stack", action="store_true", help="with --env-only: keep all observations in one array")
     parser.add_argument("--atari", action="store_true", help="measure what an Atari step's time consists of")
+    parser.add_argument("--large", action="store_true", help="sizes that fill a GPU, one after the other")
     parser.add_argument("--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four")
     parser.add_argument("--script", default="ppo_cartpole_jax", help="the script whose scaling is measured")
     parser.add_argument("--largest", type=int, help="where the scaling ends")
@@ -310,32 +356,35 @@ def main():
                 rounds[name].append(run())
         return {name: (rounds[name], ready[name][1]) for name in ready}
 
-    peak, entries = matrix_peak(), list(candidates(choice))
-    # A scaling series is measured one size after the other: all sizes at once would not fit into memory.
+    peaks, entries = {dtype: matrix_peak(dtype) for dtype in ("float32", "bfloat16")}, list(candidates(choice))
+    # Large sizes are measured one after the other: all at once would not fit into memory.
+    size = 1 if choice.scaling or choice.large else len(entries)
+    if choice.env_only:  # one of ours and its peer
+        size = len(entries) // len(PEER_ENVIRONMENTS)
+    groups = [entries[i : i + size] for i in range(0, len(entries), size)]
     measured = {}
-    pairs = [entries[i : i + 2] for i in range(0, len(entries), 2)]
-    for group in [[entry] for entry in entries] if choice.scaling else pairs if choice.env_only else [entries]:
+    for group in groups:
         measured |= measure(group)
     rows = []
-    for name, (rounds, compile_seconds) in measured.items():
-        row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, "compile_seconds": compile_seconds}
+    for name, (rounds, facts) in measured.items():
+        row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, **facts}
         base = entries[0][0]
         if choice.env_only:
-            base = next(ours for (ours, _), *rest in pairs if name in (ours, rest[0][0]))
+            base = next(group[0][0] for group in groups if name in dict(group))
         row |= {"base": base, "ratio": statistics.median(a / b for a, b in zip(measured[base][0], rounds))}
-        script = name.split()[0]
-        if script in HIDDEN:
-            row["floor_fraction"] = row["sps"] / floor_sps(script, peak, 4) if "defaults" not in name else None
+        if "product_flops_per_step" in row:  # model FLOP/s utilisation, against the peak measured above
+            row["mfu"] = row["sps"] * row["product_flops_per_step"] / peaks[row["product_dtype"]]
         rows.append(row)
         print(f"{name:36s} {row['sps']:14,.0f} SPS   {base} is {row['ratio']:6.2f}x"
-              f"   compiled in {compile_seconds:5.1f} s")  # fmt: skip
+              f"   compiled in {row['compile_seconds']:5.1f} s" + (f", MFU {row['mfu']:.0%}" if "mfu" in row else ""),
+              flush=True)  # fmt: skip
     result = {
         "command": "python " + " ".join([f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": f"{jax.default_backend()} {jax.devices()[0].device_kind}, {platform.machine()}",
         "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "matrix_peak_gflops": peak / 1e9,
+        "matrix_peak_gflops": {dtype: peak / 1e9 for dtype, peak in peaks.items()},
         "rows": rows,
     }
     if choice.out:
