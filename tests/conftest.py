@@ -56,6 +56,11 @@ QUICK = {
 MODULES = [importlib.import_module(name) for name in QUICK]
 
 
+def pytest_collection_modifyitems(items):
+    """The slowest file first: begun last, it would keep one of two processes busy long after the other is done."""
+    items.sort(key=lambda item: item.path.name != "test_processes.py")
+
+
 @pytest.fixture(scope="session", params=MODULES, ids=lambda module: module.__name__)
 def script(request):
     """Each script of the repository in turn, imported."""
