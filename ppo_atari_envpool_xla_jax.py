@@ -15,8 +15,8 @@ The defaults are those of CleanRL's Atari scripts; one step is one decision of t
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
-EnvPool resets on the step _after_ the end of a life or game and ignores that step's action. It is masked out of the
-losses and of the statistics of advantages and episodes, GAE does not cross it, but it counts as a step of training.
+EnvPool resets on the step _after_ the end of a life or game and ignores that step's action. That step is masked out of
+the losses and of the statistics of advantages and episodes, GAE does not cross it, but it counts as a step of training.
 
 EnvPool's XLA calls exist for CPUs and CUDA GPUs, not for TPUs. The pool is compiled into the program, and all devices
 of a process run the same program: more devices need more processes, one each (`--distributed`).
@@ -97,19 +97,20 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates per dispatch and log entry, at most"""
+    """updates between two log entries, fewer where a checkpoint or video is due"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
     """whole games after training, each in an environment of its own"""
     eval_mode: str = "sampled"
-    """whether evaluation draws actions (sampled) or takes the most probable (greedy), which may never serve a ball"""
+    """whether evaluation draws actions (sampled) or takes the most probable (greedy), which may never press the FIRE
+    that some games wait for after a lost life: training presses it for the agent"""
     capture_video: bool = False
     """also evaluate and record the policy during training, not only at its end"""
     video_interval: int = 1000
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to continue; of other flags only those that differ from their default count"""
+    """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
     eval: str | None = None
     """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
     track: bool = False
@@ -219,7 +220,8 @@ def _check(condition, message):
 
 def check_game(env_id):
     """Raises UsageError without EnvPool, or with the nearest names where it has no such game."""
-    _check(importlib.util.find_spec("envpool"), "this script needs EnvPool (Linux, macOS): pip install envpool")
+    usable = sys.platform == "linux" and importlib.util.find_spec("envpool")
+    _check(usable, "this script needs EnvPool, whose XLA calls exist on Linux only: pip install envpool")
     from envpool.atari.registration import atari_game_list
 
     games = ["".join(word.capitalize() for word in game.split("_")) + "-v5" for game in atari_game_list]
@@ -555,16 +557,16 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
         params, opt_state, active = carry
         order = jax.random.permutation(key, batch.action.shape[0]).reshape(args.num_minibatches, -1)
         new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), order)
-        metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
+        metrics, was_active = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS), active
         if args.target_kl is not None:
             new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
-            metrics = jax.tree.map(lambda m: jnp.where(active, m, jnp.nan), metrics)
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
-        return (*new, active), metrics
+        return (*new, active), (metrics, was_active)
 
     carry = (params, opt_state, jnp.bool_(True))
-    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, jax.random.split(key, args.update_epochs))
-    return params, opt_state, jax.tree.map(jnp.nanmean if args.target_kl is not None else jnp.mean, metrics)
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, carry, keys)
+    return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
 
 
 # ======================================================================================================================
@@ -672,7 +674,7 @@ def make_train_step(args, envs):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
     specs, step = state_specs(), functools.partial(update, args, envs)
     layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
-    # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
+    # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
 
@@ -869,7 +871,8 @@ def load_args(run_dir):
     try:
         args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
         for field in dataclasses.fields(Args):
-            _check(isinstance(getattr(args, field.name), field.type), f"--{field.name} is of the wrong type")
+            types = (int, float) if field.type is float else field.type
+            _check(isinstance(getattr(args, field.name), types), f"--{field.name} is of the wrong type")
         return args
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error

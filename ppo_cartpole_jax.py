@@ -77,7 +77,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 10
-    """updates per dispatch and log entry, at most"""
+    """updates between two log entries, fewer where a checkpoint or video is due"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 100
@@ -87,7 +87,7 @@ class Args:
     video_interval: int = 50
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to continue; of other flags only those that differ from their default count"""
+    """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
     eval: str | None = None
     """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
     track: bool = False
@@ -559,16 +559,16 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
         params, opt_state, active = carry
         order = random_permutation(key, num_samples).reshape(args.num_minibatches, -1)
         new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), packed[order])
-        metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
+        metrics, was_active = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS), active
         if args.target_kl is not None:
             new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
-            metrics = jax.tree.map(lambda m: jnp.where(active, m, jnp.nan), metrics)
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
-        return (*new, active), metrics
+        return (*new, active), (metrics, was_active)
 
     carry = (params, opt_state, jnp.bool_(True))
-    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, jax.random.split(key, args.update_epochs))
-    return params, opt_state, jax.tree.map(jnp.nanmean if args.target_kl is not None else jnp.mean, metrics)
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, carry, keys)
+    return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
 
 
 # ======================================================================================================================
@@ -661,7 +661,7 @@ def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
     specs, step = state_specs(), over_seeds(functools.partial(update, args))
     layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
-    # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
+    # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
 
@@ -803,7 +803,8 @@ def load_args(run_dir):
     try:
         args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
         for field in dataclasses.fields(Args):
-            _check(isinstance(getattr(args, field.name), field.type), f"--{field.name} is of the wrong type")
+            types = (int, float) if field.type is float else field.type
+            _check(isinstance(getattr(args, field.name), types), f"--{field.name} is of the wrong type")
         return args
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error

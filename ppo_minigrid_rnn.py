@@ -9,15 +9,14 @@
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in less than a minute on two CPU cores
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 2000000    # --list-envs lists all
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 2000000 --num-envs 256 --num-steps 64 \
-        --num-minibatches 8 --norm-adv --ent-coef 0.03    # memory needs other flags
-    python ppo_minigrid_rnn.py --env-id UnlockPickup --total-timesteps 6000000 --gae-lambda 0.99 --ent-coef 0.0001 \
-        --adam-eps 1e-5 --target-kl 0.02    # so do the rarest rewards
+        --num-minibatches 8 --norm-adv --ent-coef 0.03    # memory: long rollouts, more exploration
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
 The setting of the notebook that this script succeeds, for comparisons:
 
     python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \
-        --num-minibatches 16 --gamma 0.99 --norm-adv --ent-coef 0.01 --rnn-hidden-dim 1024 --head-hidden-dim 256
+        --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 \
+        --rnn-hidden-dim 1024 --head-hidden-dim 256
 
 The environments are 44 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and
 distributions of levels; missions, which none of them needs, are left out.
@@ -103,7 +102,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates per dispatch and log entry, at most"""
+    """updates between two log entries, fewer where a checkpoint or video is due"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
@@ -111,13 +110,13 @@ class Args:
     eval_mode: str = "greedy"
     """whether evaluation takes the most probable actions (greedy) or draws them (sampled)"""
     eval_consecutive_episodes: int = 1
-    """evaluate this many episodes per environment on one hidden state (for meta-RL, with --no-reset-hidden)"""
+    """evaluate this many episodes in a row per environment; with --no-reset-hidden on one hidden state (meta-RL)"""
     capture_video: bool = False
     """also evaluate and record the policy during training, not only at its end"""
     video_interval: int = 50
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to continue; of other flags only those that differ from their default count"""
+    """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
     eval: str | None = None
     """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
     track: bool = False
@@ -160,8 +159,8 @@ class Args:
     """decay the learning rate linearly to zero"""
     gamma: float = 0.995
     """discount"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
+    gae_lambda: float = 0.99
+    """lambda of generalised advantage estimation; rewards are rare and many steps after what earned them"""
     num_minibatches: int = 16
     """minibatches per epoch, of whole environments"""
     update_epochs: int = 4
@@ -172,16 +171,16 @@ class Args:
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
     """clip the value loss too, by the same range"""
-    ent_coef: float = 0.0005
-    """weight of the entropy bonus; a larger one drowns out rare successes"""
+    ent_coef: float = 0.0001
+    """weight of the entropy bonus; a larger one pulls back to random play between rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
-    target_kl: float | None = None
+    target_kl: float | None = 0.02
     """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
-    adam_eps: float = 1e-8
-    """Adam's epsilon: small, because rare rewards give small gradients"""
+    adam_eps: float = 1e-5
+    """Adam's epsilon"""
 
     def __post_init__(self):
         """Raises UsageError with a message a person can act on."""
@@ -1190,16 +1189,16 @@ def update_epochs(args, env, params, opt_state, batch, hidden, learning_rate, ke
         params, opt_state, active = carry
         order = jax.random.permutation(key, hidden.shape[0]).reshape(args.num_minibatches, -1)
         new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), order)
-        metrics = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS)
+        metrics, was_active = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS), active
         if args.target_kl is not None:
             new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
-            metrics = jax.tree.map(lambda m: jnp.where(active, m, jnp.nan), metrics)
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
-        return (*new, active), metrics
+        return (*new, active), (metrics, was_active)
 
     carry = (params, opt_state, jnp.bool_(True))
-    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, jax.random.split(key, args.update_epochs))
-    return params, opt_state, jax.tree.map(jnp.nanmean if args.target_kl is not None else jnp.mean, metrics)
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, carry, keys)
+    return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
 
 
 # ======================================================================================================================
@@ -1300,7 +1299,7 @@ def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
     specs, step = state_specs(), over_seeds(functools.partial(update, args))
     layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
-    # check_vma=False: gradients stay those of the device's own samples until the explicit pmean.
+    # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
 
@@ -1322,7 +1321,7 @@ def make_train_chunk(args):
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(args, params, key):
-    """Plays in E fresh environments per agent: one episode each, or C consecutive ones on one hidden state.
+    """Plays in E fresh environments per agent: one episode each, or C consecutive ones (`eval_consecutive_episodes`).
 
     Takes parameters and keys with a leading axis K. Gives returns [K, C, E], lengths [K, C, E] and the states
     [K, C, max_steps + 1] of the first environment, valid up to its episode's end.
@@ -1354,8 +1353,9 @@ def evaluate(args, params, key):
 
     def play_all(params, key):
         keys = jax.random.split(key, args.eval_consecutive_episodes)
-        memory = initial_memory(args, env, num)
-        return jax.lax.scan(lambda memory, key: play(params, memory, key), memory, keys)[1]
+        blank = initial_memory(args, env, num)
+        following = lambda memory, key: play(params, blank if args.reset_hidden else memory, key)
+        return jax.lax.scan(following, blank, keys)[1]
 
     return over_seeds(play_all)(params, key)
 
@@ -1497,7 +1497,8 @@ def load_args(run_dir):
     try:
         args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
         for field in dataclasses.fields(Args):
-            _check(isinstance(getattr(args, field.name), field.type), f"--{field.name} is of the wrong type")
+            types = (int, float) if field.type is float else field.type
+            _check(isinstance(getattr(args, field.name), types), f"--{field.name} is of the wrong type")
         return args
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error

@@ -41,7 +41,7 @@ RUNS = {
     "SimpleCrossingS9N1": dict(total_timesteps=600_000),
     "LavaGapS7": dict(total_timesteps=600_000),
     "Unlock": dict(total_timesteps=1_000_000),
-    "UnlockPickup": dict(total_timesteps=6_000_000, gae_lambda=0.99, ent_coef=0.0001, adam_eps=1e-5, target_kl=0.02),
+    "UnlockPickup": dict(total_timesteps=6_000_000),
     "FourRooms": dict(total_timesteps=5_000_000),
     "MemoryS9": dict(MEMORY, total_timesteps=2_000_000),
     "MemoryS13": dict(MEMORY, total_timesteps=8_000_000),

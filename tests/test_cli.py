@@ -270,6 +270,13 @@ def test_folder_that_is_no_run(script, use, tmp_path, capsys):
         assert contents(tmp_path) == before
 
 
+def test_whole_numbers_are_fine_where_fractions_are(script, run_copy):
+    """JSON, like Python, tells 1 from 1.0; a run of `Args(vf_coef=1)` can be loaded."""
+    saved = json.loads((run_copy / "args.json").read_text())
+    (run_copy / "args.json").write_text(json.dumps(saved | {"vf_coef": 1}))
+    assert script.load_args(run_copy).vf_coef == 1
+
+
 @pytest.mark.parametrize("flag, value", [("learning_rate", 0.5), ("num_envs", 16), ("seed", 7), ("gamma", 0.5)])
 def test_resume_with_another_flag(script, run_copy, flag, value, tmp_path, capsys):
     """A flag that is part of the run must not change: wrong usage."""

@@ -75,6 +75,18 @@ def test_memory_across_episode_ends(monkeypatch, reset):
 
 
 @pytest.mark.parametrize("reset", [True, False])
+def test_consecutive_evaluation_episodes(monkeypatch, reset):
+    """With resets a second episode is played as if it were the first; without, what was remembered matters."""
+    short_env(monkeypatch, max_steps=20)
+    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, eval_consecutive_episodes=2, eval_episodes=64, **SMALL)
+    _, params, _, _ = roll(args)
+    params = jax.tree.map(lambda x: x[None], params)
+    monkeypatch.setattr(script.jax.random, "split", lambda key, num=2: jnp.stack([key] * num))  # the same level twice
+    lengths = script.evaluate(args, params, script.evaluation_keys(args))[1][0]
+    assert (lengths[0] == lengths[1]).all() == reset
+
+
+@pytest.mark.parametrize("reset", [True, False])
 def test_successor_values_against_brute_force(monkeypatch, reset):
     env = short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)

@@ -279,6 +279,29 @@ def test_gradient_in_blocks_equals_the_whole(script, samples):
     close((metrics, grads), (expected_metrics, expected_grads), rtol=1e-9, atol=1e-12)
 
 
+def one_update(script, **options):
+    """State ({path: array}) and metrics after the first update of a quick run."""
+    args = quick_args(script, **options)
+    pool = [script.make_env(args)] if hasattr(script, "make_pool") else []
+    state = script.init_train_state(args, script.seed_keys(args), *pool)
+    state, metrics = script.make_train_step(args, *pool)(state)
+    return jax.tree.map(np.asarray, (script.flatten_state(state), metrics))
+
+
+@having("make_train_step", "flatten_state")
+def test_target_kl_skips_the_remaining_epochs(script):
+    """Beyond the limit after one epoch of three: as if it had been the only one. Below it: as if there were none."""
+    np.testing.assert_equal(one_update(script, update_epochs=3, target_kl=1e-12), one_update(script, update_epochs=1))
+    np.testing.assert_equal(one_update(script, update_epochs=3, target_kl=1e9), one_update(script, update_epochs=3))
+
+
+@having("make_train_step", "flatten_state")
+def test_target_kl_hides_no_losses_that_are_not_finite(script):
+    """The second epoch diverges; a third would be skipped."""
+    options = dict(update_epochs=3, num_minibatches=1, learning_rate=1e30, target_kl=1.0)
+    assert not np.isfinite(one_update(script, **options)[1]["losses/grad_norm"])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Shuffling
 # ----------------------------------------------------------------------------------------------------------------------
