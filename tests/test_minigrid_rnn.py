@@ -78,10 +78,11 @@ def test_memory_across_episode_ends(monkeypatch, reset):
 def test_consecutive_evaluation_episodes(monkeypatch, reset):
     """With resets a second episode is played as if it were the first; without, what was remembered matters."""
     short_env(monkeypatch, max_steps=20)
-    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, eval_consecutive_episodes=2, eval_episodes=64, **SMALL)
-    _, params, _, _ = roll(args)
-    params = jax.tree.map(lambda x: x[None], params)
-    monkeypatch.setattr(script.jax.random, "split", lambda key, num=2: jnp.stack([key] * num))  # the same level twice
+    options = dict(eval_consecutive_episodes=2, eval_episodes=64, eval_mode="sampled")
+    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL | options)
+    params = jax.tree.map(lambda x: x[None], roll(args)[1])
+    # The same random numbers in both episodes.
+    monkeypatch.setattr(script.jax.random, "split", lambda key, num=2: jnp.stack([key] * num))
     lengths = script.evaluate(args, params, script.evaluation_keys(args))[1][0]
     assert (lengths[0] == lengths[1]).all() == reset
 
