@@ -32,12 +32,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "minigrid_learning.json"
 EPISODES = 1024
 # Flags that differ from the script's defaults. Memory rewards half of the episodes from the start, so advantages can be
 # normalised; what it needs is entropy, to look around before walking on.
-MEMORY = dict(num_envs=256, num_steps=64, num_minibatches=8, norm_adv=True, ent_coef=0.03)
+MEMORY = dict(num_envs=256, num_steps=64, num_minibatches=8, gae_lambda=0.95, norm_adv=True, ent_coef=0.03)
 RUNS = {
     "Empty-8x8": dict(),
     "Empty-16x16": dict(total_timesteps=400_000),
     "DoorKey-6x6": dict(total_timesteps=800_000),
-    "DoorKey-8x8": dict(total_timesteps=2_000_000),
+    "DoorKey-8x8": dict(total_timesteps=4_000_000),
     "SimpleCrossingS9N1": dict(total_timesteps=600_000),
     "LavaGapS7": dict(total_timesteps=600_000),
     "Unlock": dict(total_timesteps=1_000_000),
