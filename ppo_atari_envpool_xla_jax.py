@@ -686,7 +686,9 @@ def make_train_chunk(args, envs):
         metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(train_step, state)[1])
         return jax.lax.fori_loop(0, num_updates, lambda _, carry: train_step(carry[0]), (state, metrics))
 
-    return jax.jit(train_chunk, donate_argnums=0)
+    # EnvPool's calls are named by addresses, so programs differ between processes, which cannot share XLA's autotuning.
+    options = {"xla_gpu_shard_autotuning": False} if jax.process_count() > 1 else None
+    return jax.jit(train_chunk, donate_argnums=0, compiler_options=options)
 
 
 # ======================================================================================================================

@@ -7,16 +7,16 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update in JAX.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in less than a minute on two CPU cores
-    python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 2000000    # --list-envs lists all
+    python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4000000    # --list-envs lists all
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 2000000 --num-envs 256 --num-steps 64 \
-        --num-minibatches 8 --norm-adv --ent-coef 0.03    # memory: long rollouts, more exploration
+        --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03    # memory: more exploration
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
 The setting of the notebook that this script succeeds, for comparisons:
 
     python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \
-        --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 \
-        --rnn-hidden-dim 1024 --head-hidden-dim 256
+        --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 --norm-adv --ent-coef 0.01 --target-kl None \
+        --adam-eps 1e-8 --rnn-hidden-dim 1024 --head-hidden-dim 256
 
 The environments are 44 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and
 distributions of levels; missions, which none of them needs, are left out.
