@@ -16,6 +16,7 @@ import os
 import pathlib
 import platform
 import sys
+import tempfile
 
 import gymnasium
 import jax
@@ -115,7 +116,9 @@ def main():
     parser.add_argument("--img-obs", action="store_true", help="train from pixels")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eval-mode", default="greedy", choices=script.EVAL_MODES)
-    parser.add_argument("--folder", default="/tmp/minigrid_learning", help="where the runs and videos go")
+    parser.add_argument(
+        "--folder", default=f"{tempfile.gettempdir()}/minigrid_learning", help="for the runs and videos"
+    )
     choice = parser.parse_args()
     if choice.cut:
         cut_recurrence()
