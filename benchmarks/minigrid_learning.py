@@ -103,7 +103,8 @@ def run(env_id, cut, img_obs, seed, eval_mode, folder):
     names = (
         "total_timesteps train_seconds compile_seconds wall_seconds sps eval_mode eval_episodes success_rate".split()
     )
-    result = {name: summary[name] for name in [*names, "eval_return_mean"]} | {"seed": seed, "flags": options}
+    result = {name: summary[name] for name in [*names, "eval_return_mean"]} | {"seed": seed}
+    result["args"] = {k: v for k, v in vars(args).items() if k not in ("runs_dir", "videos_dir", "resume", "eval")}
     result["farama_success_rate"] = farama_success(args, jax.tree.map(lambda x: x[0], state.params))
     result |= {"date": datetime.date.today().isoformat(), "device": f"{summary['backend']}, {platform.machine()}"}
     return result | {"cpu_count": len(os.sched_getaffinity(0)), "jax": jax.__version__}
