@@ -33,7 +33,6 @@ PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts t
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import json
 import math
@@ -55,8 +54,8 @@ import numpy as np
 import optax
 import tyro
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
@@ -162,39 +161,31 @@ class Args:
 
     def __post_init__(self):
         """Raises UsageError with a message a person can act on."""
-        counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
-        for name in f"{counts} max_episode_steps log_interval checkpoint_interval video_interval".split():
-            _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
+        for name, kind in Args.__annotations__.items():
+            value, low = getattr(self, name), 1 if kind is int and name != "seed" else 0
+            _check(isinstance(value, kind | int), f"--{name} is of the wrong type")
+            if isinstance(value, int | float):
+                _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
         for name in "learning_rate max_grad_norm adam_eps".split():
-            _check(0 < getattr(self, name) < math.inf, f"--{name} must be a positive number, not {getattr(self, name)}")
-        for name in "clip_coef ent_coef vf_coef".split():
-            _check(0 <= getattr(self, name) < math.inf, f"--{name} must not be negative, is {getattr(self, name)}")
-        for name in "gamma gae_lambda".split():
-            _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+            _check(getattr(self, name) > 0, f"--{name} must be positive")
+        _check(max(self.gamma, self.gae_lambda) <= 1, "--gamma and --gae_lambda must not be more than 1")
         _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
-        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
-        _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
+        _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
         _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
-        one_pool = "a pool of emulators cannot be split over devices; start a process per device with --distributed"
-        _check(self.num_devices == 1, f"--num_devices {self.num_devices}: {one_pool}")
-        devices, batch, minibatches = self.num_shards, self.batch_size, self.num_minibatches
-        _check(self.num_envs % devices == 0, f"--num_processes {devices} must divide --num_envs {self.num_envs}")
-        share = batch // devices
-        _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's batch, {share} steps")
-        _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
+        _check(self.num_devices == 1, f"--num_devices {self.num_devices}: start a process per device (--distributed)")
+        shards = self.num_processes or 1
+        _check(self.num_envs % shards == 0, f"--num_processes must divide --num_envs {self.num_envs}")
+        share = self.batch_size // shards
+        _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's batch, {share} steps")
+        _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {self.batch_size} steps")
         check_game(self.env_id)
 
     @property
     def batch_size(self) -> int:
         """Environment steps of one update."""
         return self.num_envs * self.num_steps
-
-    @property
-    def num_shards(self) -> int:
-        """Devices of all processes."""
-        return self.num_devices * (self.num_processes or 1)
 
     @property
     def num_updates(self) -> int:
@@ -205,12 +196,10 @@ class Args:
 class UsageError(ValueError):
     """Arguments that cannot work, with a message for the user."""
 
-    exit_status = 2
 
-
-def _check(condition, message):
+def _check(condition, message, error=UsageError):
     if not condition:
-        raise UsageError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+        raise error(re.sub(r"(^| )--\w+", lambda flag: flag[0].replace("_", "-"), message))
 
 
 # ======================================================================================================================
@@ -229,7 +218,7 @@ def check_game(env_id):
     _check(env_id in games, f"--env_id {env_id} is not one of EnvPool's {len(games)} games; near it: {near or games}")
 
 
-def make_pool(args, seeds, **options):
+def make_pool(args, seeds, training, **options):
     """EnvPool's emulators, one per seed, which run until the pool is deleted: it must outlive all that steps it.
 
     | what        | value                                                                                           |
@@ -241,13 +230,13 @@ def make_pool(args, seeds, **options):
     | truncated   | after `max_episode_steps` of a game (then not terminated)                                       |
     | start       | after a game, or a life with `episodic_life`: up to 30 no-ops, then FIRE where the game has it  |
     """
-    if jax.default_backend() not in ("cpu", "gpu"):
-        backend = jax.default_backend()
-        raise RunError(f"EnvPool's XLA calls run on CPUs and CUDA GPUs, not on {backend}: set JAX_PLATFORMS=cpu")
+    backend = jax.default_backend()
+    message = f"EnvPool's XLA calls run on CPUs and CUDA GPUs, not on {backend}: set JAX_PLATFORMS=cpu"
+    _check(backend in ("cpu", "gpu"), message, RunError)
     import envpool
 
     options = {"stack_num": 4, "frame_skip": 4, "noop_max": 30, "use_fire_reset": True} | options
-    options |= {"num_envs": len(seeds), "seed": [int(seed) for seed in seeds]}
+    options |= {"num_envs": len(seeds), "seed": seeds.tolist(), "episodic_life": training, "reward_clip": training}
     return envpool.make(args.env_id, env_type="gymnasium", max_episode_steps=args.max_episode_steps, **options)
 
 
@@ -265,11 +254,7 @@ def local_envs(args):
 
 def make_env(args):
     """The pool of this process for training: its N environments of each of K agents, K * N in all."""
-    return make_pool(args, env_seeds(args, args.num_envs)[:, local_envs(args)].ravel(), **TRAINING)
-
-
-TRAINING = {"episodic_life": True, "reward_clip": True}
-EVALUATION = {"episodic_life": False, "reward_clip": False}
+    return make_pool(args, env_seeds(args, args.num_envs)[:, local_envs(args)].ravel(), training=True)
 
 
 # ======================================================================================================================
@@ -281,8 +266,8 @@ CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # features, extent and stri
 
 
 def convolve(x, kernel, stride):
-    """Convolution without padding: images [M, Y, X, C] and a kernel [k, k, C, F] give [M, Y', X', F]."""
-    dimensions = ("NHWC", "HWIO", "NHWC")
+    """Convolution without padding: images [C, Y, X, M] and a kernel [k, k, C, F] give [F, Y', X', M]."""
+    dimensions = ("CHWN", "HWIO", "CHWN")
     return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "VALID", dimension_numbers=dimensions)
 
 
@@ -295,7 +280,7 @@ def batch_last(obs):
 
 
 def convolve_by_product(x, kernel, stride):
-    """`convolve` as one matrix product, with the batch last: [C, Y, X, M] to [F, Y', X', M].
+    """`convolve` as one matrix product.
 
     XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a product is not. With
     the batch last, each slice copies long contiguous runs.
@@ -321,17 +306,13 @@ class NatureCNN(nn.Module):
     @nn.compact
     def __call__(self, obs):
         """Logits [M, A] and values [M] of frames [M, 4, 84, 84], uint8."""
-        x = (batch_last(obs) if self.by_products else obs.transpose(0, 2, 3, 1).astype(jnp.float32)) / 255
-        orthogonal, channels = nn.initializers.orthogonal, obs.shape[1]
+        x = (batch_last(obs) if self.by_products else obs.transpose(1, 2, 3, 0).astype(jnp.float32)) / 255
+        orthogonal, convolution = nn.initializers.orthogonal, convolve_by_product if self.by_products else convolve
         for i, (features, extent, stride) in enumerate(CONVOLUTIONS):
-            kernel = self.param(f"conv{i}", orthogonal(math.sqrt(2)), (extent, extent, channels, features))
+            kernel = self.param(f"conv{i}", orthogonal(math.sqrt(2)), (extent, extent, len(x), features))
             bias = self.param(f"conv{i}_bias", nn.initializers.zeros, (features,))
-            if self.by_products:
-                x = nn.relu(convolve_by_product(x, kernel, stride) + bias[:, None, None, None])
-            else:
-                x = nn.relu(convolve(x, kernel, stride) + bias)
-            channels = features
-        x = (x.transpose(3, 1, 2, 0) if self.by_products else x).reshape(len(obs), -1)  # [M, Y * X * F]
+            x = nn.relu(convolution(x, kernel, stride) + bias[:, None, None, None])
+        x = x.transpose(3, 1, 2, 0).reshape(len(obs), -1)  # [M, Y * X * F]
         x = nn.relu(nn.Dense(512, kernel_init=orthogonal(math.sqrt(2)), name="dense")(x))
         logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01), name="actor")(x)
         return logits, nn.Dense(1, kernel_init=orthogonal(1.0), name="critic")(x)[:, 0]
@@ -497,12 +478,11 @@ def make_batch(args, trajectory, last_value):
     is the last frame, and the step that starts from it is the one that only resets. So the recursion, cut at the end
     of an episode, needs no special case to leave that step out, and a truncated one finds its bootstrap value there.
     """
-    next_values = jnp.concatenate([trajectory.value[1:], last_value[None]])
-    flags = trajectory.terminated, trajectory.truncated
-    values = trajectory.value
-    advantages = compute_gae(trajectory.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
-    fields = trajectory.action, trajectory.logprob, advantages, advantages + values, values, trajectory.valid
-    return Batch(*(x.reshape(-1, *x.shape[2:]) for x in (trajectory.obs, *fields)))
+    obs, action, logprob, values, rewards, terminated, truncated, valid = trajectory
+    next_values = jnp.concatenate([values[1:], last_value[None]])
+    advantages = compute_gae(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
+    batch = Batch(obs, action, logprob, advantages, advantages + values, values, valid)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
 
 def ppo_loss(params, batch, args):
@@ -563,9 +543,8 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
         return (*new, active), (metrics, was_active)
 
-    carry = (params, opt_state, jnp.bool_(True))
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, carry, keys)
+    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, (params, opt_state, jnp.bool_(True)), keys)
     return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
 
 
@@ -581,7 +560,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     env_state: EnvState  # of [K, N]
     episodes: Episodes  # of [K, N]
-    key: jax.Array  # [K]
+    key: jax.Array  # [K, 2], a PRNG key's data: a checkpoint is plain arrays
     update: jax.Array  # [K], updates done
 
 
@@ -590,20 +569,13 @@ def seed_keys(args):
     return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
 
 
-# Runs once: compiling it quickly matters more than running it fast.
-@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options={"xla_backend_optimization_level": 0})
-def init_agents(args, key, env_state, num_actions):
-    """The first `TrainState` of agents with keys [K], given what their games look like; see `init_train_state`."""
-
-    def init(key, env_state):
-        params_key, key = jax.random.split(key)
-        params = init_params(params_key, num_actions)
-        zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
-        episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
-        return TrainState(params, make_optimizer(args).init(params), env_state, episodes, key, jnp.int32(0))
-
-    # Not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool.
-    return jax.lax.map(lambda agent: init(*agent), (key, env_state))
+def init_agent(args, key, env_state, num_actions):
+    """The first `TrainState` of one agent, given what its games look like."""
+    params_key, key = jax.random.split(key)
+    params = init_params(params_key, num_actions)
+    zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
+    episodes, opt_state = Episodes(zeros, zeros.astype(jnp.int32), none, none), make_optimizer(args).init(params)
+    return TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), jnp.int32(0))
 
 
 def init_train_state(args, key, envs):
@@ -615,19 +587,24 @@ def init_train_state(args, key, envs):
     frames = np.zeros((args.num_seeds, args.num_envs, *obs.shape[1:]), np.uint8)
     lives = np.zeros((args.num_seeds, args.num_envs), np.int32)
     frames[:, mine], lives[:, mine] = obs.reshape(frames[:, mine].shape), info["lives"].reshape(lives[:, mine].shape)
-    return init_agents(args, key, EnvState(frames, lives < 0, lives), int(envs.action_space.n))
+
+    # Runs once: compiling it quickly matters more than running it fast.
+    @jax.jit(compiler_options={"xla_backend_optimization_level": 0})
+    def init(agents):  # not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool
+        return jax.lax.map(lambda agent: init_agent(args, *agent, int(envs.action_space.n)), agents)
+
+    return init((key, EnvState(frames, lives < 0, lives)))
 
 
 def update(args, envs, state):
     """One PPO update of K agents on one device of the mesh: the pool plays for all at once, then each one learns."""
     on_device = jax.vmap(lambda key: jax.random.fold_in(key, jax.lax.axis_index(AXIS)))
-    key, *keys = jax.vmap(lambda key: jax.random.split(key, 3), out_axes=1)(state.key)
+    key, *keys = jax.vmap(lambda key: jax.random.split(jax.random.wrap_key_data(key), 3), out_axes=1)(state.key)
     rollout_key, epochs_key = map(on_device, keys)
     env_state, episodes, trajectory = rollout(args, envs, state.params, state.env_state, state.episodes, rollout_key)
 
     def learn(state, trajectory, epochs_key):
-        _, last_value = forward(state.params, state.env_state.obs)
-        batch = make_batch(args, trajectory, last_value)
+        batch = make_batch(args, trajectory, forward(state.params, state.env_state.obs)[1])
         learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
         params, opt_state, metrics = update_epochs(args, *state[:2], batch, learning_rate, epochs_key)
         all_devices = lambda x: jax.lax.all_gather(x, AXIS)
@@ -641,7 +618,7 @@ def update(args, envs, state):
         }
         return state._replace(params=params, opt_state=opt_state, update=state.update + 1), metrics
 
-    state = state._replace(env_state=env_state, episodes=episodes, key=key)
+    state = state._replace(env_state=env_state, episodes=episodes, key=jax.random.key_data(key))
     return over_seeds(learn)(state, trajectory, epochs_key)
 
 
@@ -654,26 +631,24 @@ def over_seeds(function):
 def make_mesh(args):
     """`num_devices` devices of every process, in the order of the processes."""
     devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
-    return Mesh(np.array(devices).ravel(), (AXIS,))
+    return jax.sharding.Mesh(np.array(devices).ravel(), (AXIS,))
 
 
-def state_specs():
-    """How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments."""
-    replicated, sharded = TrainState(*[PartitionSpec()] * len(TrainState._fields)), PartitionSpec(None, AXIS)
-    return replicated._replace(env_state=sharded, episodes=sharded)
+# How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments.
+STATE_SPECS = TrainState(*[jax.P()] * 6)._replace(env_state=jax.P(None, AXIS), episodes=jax.P(None, AXIS))
 
 
 def shard_state(args, state):
     """Spreads a `TrainState`, the same in every process, over the mesh."""
-    mesh = make_mesh(args)
-    place = lambda spec, x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-    return jax.tree.map(lambda spec, tree: jax.tree.map(functools.partial(place, spec), tree), state_specs(), state)
+    sharding = lambda spec: jax.NamedSharding(make_mesh(args), spec)
+    place = lambda spec, x: jax.make_array_from_callback(x.shape, sharding(spec), lambda index: x[index])
+    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: place(spec, x), tree), STATE_SPECS, state)
 
 
 def make_train_step(args, envs):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    specs, step = state_specs(), functools.partial(update, args, envs)
-    layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
+    step = lambda state: update(args, envs, state)
+    layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
     # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
@@ -696,16 +671,12 @@ def make_train_chunk(args, envs):
 # ======================================================================================================================
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def act(args, params, obs, key, step):
     """Actions [K, E] for frames [K, E, 4, 84, 84] at a step of the evaluation; everything has a leading axis K."""
-
-    def choose(params, obs, key):
-        logits, _ = forward(params, obs)
-        noise = sample_noise(jax.random.fold_in(key, step), logits.shape[:1])
-        return sample_action(logits, noise) if args.eval_mode == "sampled" else greedy_action(logits)
-
-    return over_seeds(choose)(params, obs, key)
+    logits, _ = over_seeds(forward)(params, obs)
+    noise = jax.vmap(lambda key: sample_noise(jax.random.fold_in(key, step), logits.shape[1:2]))(key)
+    return sample_action(logits, noise) if args.eval_mode == "sampled" else greedy_action(logits)
 
 
 def evaluate(args, params, key):
@@ -715,7 +686,7 @@ def evaluate(args, params, key):
     game. The host steps this pool: compiling it into a program would take longer than most evaluations.
     """
     params, shape = jax.tree.map(lambda x: x.addressable_data(0), params), (args.num_seeds, args.eval_episodes)
-    envs = make_pool(args, evaluation_seeds(args).ravel(), **EVALUATION)
+    envs = make_pool(args, evaluation_seeds(args).ravel(), training=False)
     obs, _ = envs.reset()
     ret, length, running, actions = np.zeros(shape), np.zeros(shape, int), np.ones(shape, bool), []
     while running.any():
@@ -745,24 +716,21 @@ def summarize_evaluation(args, evaluation):
         "eval_return_std": returns.std(axis).tolist(),
         "eval_length_mean": lengths.mean(axis).tolist(),
     }
-    interval = bootstrap_interval(returns.mean(1))
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode, "eval_return_ci95": interval}
-    return overall | statistics(None) | {"per_seed": statistics(1)}
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode} | statistics(None)
+    return overall | {"eval_return_ci95": bootstrap_interval(returns.mean(1)), "per_seed": statistics(1)}
 
 
 def bootstrap_interval(values, samples=10_000):
     """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
-    if len(values) < 2:
-        return None
-    index = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
-    return np.percentile(values[index].mean(1), [2.5, 97.5]).tolist()
+    means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
+    return np.percentile(means, [2.5, 97.5]).tolist() if len(values) > 1 else None
 
 
 def record_video(args, path, evaluation):
     """Writes the first game as an MP4 in real time: its actions again, in an emulator of its own that sees colours."""
     path.parent.mkdir(parents=True, exist_ok=True)
     look = {"gray_scale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-    envs = make_pool(args, evaluation_seeds(args)[0, :1], **EVALUATION, **look)
+    envs = make_pool(args, evaluation_seeds(args)[0, :1], training=False, **look)
     frame = lambda obs: obs[0].transpose(1, 2, 0)  # [210, 160, 3]
     with warnings.catch_warnings(), imageio.get_writer(path, fps=15, macro_block_size=2) as writer:
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks; this one runs ffmpeg and nothing of JAX
@@ -783,19 +751,17 @@ def join_processes(args, scratch):
 
     All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
     """
+    address = args.coordinator_address, args.num_processes, args.process_id
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
     try:
-        jax.distributed.initialize(
-            args.coordinator_address, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
-        )
+        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"--distributed: {error}") from error
     args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
     if args.process_id > 0:
         sys.stdout, os.environ["WANDB_MODE"] = open(os.devnull, "w"), "disabled"
-        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch)
-        if args.resume:
-            args = dataclasses.replace(args, resume=shutil.copytree(args.resume, f"{scratch}/resumed"))
+        resume = args.resume and shutil.copytree(args.resume, f"{scratch}/resumed")
+        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
     multihost_utils.sync_global_devices("the first process may write into a resumed run that the others have copied")
     return args
 
@@ -813,20 +779,14 @@ class RunError(Exception):
     """A failure with a message for the user."""
 
 
-def is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def flatten_state(state):
-    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data.
+    """{tree path: array} of a `TrainState`, in the order of its leaves.
 
     Arrays that are spread over processes are gathered, in which all of them take part.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    data = [jax.random.key_data(x) if is_key(x) else x for _, x in leaves]
-    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
-    return {name: x if x.is_fully_addressable else gather(x) for name, x in zip(names, data)}
+    gather = lambda x: x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): gather(x) for path, x in leaves}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -846,20 +806,16 @@ def save_checkpoint(run_dir, state, num_kept=3):
 def load_checkpoint(run_dir, template):
     """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
     path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
-    if path is None:
-        raise RunError(f"{run_dir} holds no checkpoint")
+    _check(path, f"{run_dir} holds no checkpoint", RunError)
     expected = flatten_state(template)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}  # reading checks the CRC
+        arrays = dict(np.load(path, allow_pickle=False))  # reading checks the CRC
     except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    if arrays.pop("script", None) != SCRIPT or form(arrays) != form(expected):
-        raise RunError(f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments")
-    leaves, structure = jax.tree.flatten(template)
-    restore = lambda name, like: (jax.random.wrap_key_data if is_key(like) else jnp.asarray)(arrays[name])
-    return jax.tree.unflatten(structure, map(restore, expected, leaves))
+    fits = arrays.pop("script", None) == SCRIPT and form(arrays) == form(expected)
+    _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
+    return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
 
 
 def with_new_games(state, fresh):
@@ -871,11 +827,7 @@ def with_new_games(state, fresh):
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises RunError."""
     try:
-        args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
-        for field in dataclasses.fields(Args):
-            types = (int, float) if field.type is float else field.type
-            _check(isinstance(getattr(args, field.name), types), f"--{field.name} is of the wrong type")
-        return args
+        return Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
 
@@ -893,13 +845,10 @@ RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    default, changes = vars(Args()), {}
-    for name, new in vars(given).items():
-        old = getattr(saved, name)
-        if new not in (default[name], old):
-            renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
-            _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
-            changes[name] = new
+    changes = dict(vars(given).items() - vars(Args()).items() - vars(saved).items())
+    for name, new in sorted(changes.items()):
+        renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
+        _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
     return dataclasses.replace(saved, **changes)
 
 
@@ -918,23 +867,18 @@ class Logger:
         folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
         table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        start, step = SessionLog(status=SessionLog.START), update * args.batch_size
         for writer in self.writers:
-            self.write(writer, update, summary=text_pb("hyperparameters", table))
-            if update:  # readers drop what an interrupted run had logged after this step
-                self.write(writer, update, session_log=start)
-        self.seconds, self.clock = 0.0, time.perf_counter()  # of training up to the last pause, start of the next part
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
+            # Readers drop what an interrupted run had logged after this step.
+            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training: its steps per second
 
-    def write(self, writer, update, **content):
-        step = update * self.args.batch_size + ("session_log" in content)
-        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
-
-    def log(self, update, metrics):
-        """Writes {tag: [K]} at an update; values that are not finite are left out."""
+    def log(self, step, metrics):
+        """Writes {tag: [K]} at a step; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
-            values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in finite.items()]
-            self.write(writer, update, summary=summary_pb2.Summary(value=values))
+            values = [Summary.Value(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def log_pending(self):
@@ -944,34 +888,30 @@ class Logger:
         (update, metrics), self.pending = self.pending, None
         metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
         step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
-        sps = self.sps(update, self.seconds + time.perf_counter() - self.clock)
-        self.log(update, {**metrics, "charts/SPS": np.full(self.args.num_seeds, sps)})
+        self.seconds = time.perf_counter() - self.start
+        self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
+        self.log(step, {**metrics, "charts/SPS": np.full(self.args.num_seeds, self.sps)})
         returns = metrics["charts/episodic_return"]
         score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
-        left = (total - step) * self.args.num_seeds / sps
-        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {left:.0f} s left"
+        left = (total - step) * self.args.num_seeds / self.sps
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {self.sps:,.0f} SPS, {left:.0f} s left"
         print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
         for k in np.flatnonzero(self.finite & ~np.isfinite(metrics["losses/grad_norm"])):
             self.finite[k] = False
             message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            if not self.finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            _check(self.finite.any(), f"{message}, no seed is left; a smaller --learning-rate may help", RunError)
             print(f"error: {message}; the others go on", file=sys.stderr)
-
-    def sps(self, update, seconds):
-        """Steps of all agents per second of training, since the start or the resumption; None before the first."""
-        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
-        return steps / seconds if steps else None
 
     @contextlib.contextmanager
     def paused(self):
         """Logs what is pending and stops the clock for whatever is not training."""
         self.log_pending()
-        self.seconds += time.perf_counter() - self.clock
+        begin = time.perf_counter()
         yield
-        self.clock = time.perf_counter()
+        self.start += time.perf_counter() - begin
 
     def close(self):
+        jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
         if self.is_terminal:
@@ -996,9 +936,8 @@ def open_run(args):
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
     _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-    if args.num_devices > jax.local_device_count():
-        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
+    devices = jax.local_device_count()
+    _check(args.num_devices <= devices, f"--num-devices {args.num_devices}: JAX sees {devices}, see --help")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -1007,7 +946,7 @@ def open_run(args):
 
 
 def train(args, stop):
-    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`; returns the exit status."""
+    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
     args, run_dir, video_dir = open_run(args)
     start = time.perf_counter()
     envs = make_env(args)
@@ -1021,10 +960,9 @@ def train(args, stop):
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     done = int(state.update[0])
-    logger = Logger(args, run_dir, done)
     intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
     video = lambda: video_dir / f"step_{done * args.batch_size}.{VIDEO_FORMAT}"
-    try:
+    with contextlib.closing(Logger(args, run_dir, done)) as logger:
         while done < args.num_updates and not stop:
             target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
             state, metrics = train_chunk(state, jnp.int32(target - done))
@@ -1036,39 +974,32 @@ def train(args, stop):
             if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
                 with logger.paused():
                     scores = assess(args, state, video())["per_seed"]
-                    logger.log(done, {"eval/episodic_return": scores["eval_return_mean"]})
+                    logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
         with logger.paused():
             save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
-        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
-        summary = {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
-        summary |= {name: getattr(args, name) for name in names} | {"total_timesteps": done * args.batch_size}
-        summary |= {"sps": logger.sps(done, logger.seconds), "train_seconds": logger.seconds}
+        summary = vars(args) | {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
+        summary |= {"total_timesteps": done * args.batch_size, "train_seconds": logger.seconds, "sps": logger.sps}
         summary |= {"compile_seconds": compile_seconds, "jax_version": jax.__version__}
         summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
         summary["failed_seeds"] = (args.seed + np.flatnonzero(~logger.finite)).tolist()
         if not interrupted:
             summary |= assess(args, state, video())
-            logger.log(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+            logger.log(done * args.batch_size, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
-    finally:
-        logger.close()
-        jax.block_until_ready(state)  # what still steps the pool must end before the pool does
     if interrupted:
         print(f"interrupted at update {done}; go on with: python {sys.argv[0]} --resume {run_dir}")
-        return 128 + stop[0]
+        sys.exit(128 + stop[0])
     print(f"run: {run_dir}\nvideo: {video()}\n{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
-    return 0
 
 
 def describe(summary):
-    mode, episodes = summary["eval_mode"], summary["eval_episodes"]
-    return f"{mode} return {summary['eval_return_mean']:.1f} over {episodes} episodes"
+    return f"{summary['eval_mode']} return {summary['eval_return_mean']:.1f} over {summary['eval_episodes']} episodes"
 
 
 def evaluate_run(given):
-    """Evaluates a saved run: writes its eval.json and a video, nothing else; returns the exit status."""
+    """Evaluates a saved run: writes its eval.json and a video, nothing else."""
     args, state = load_run(given.eval)
     args = dataclasses.replace(args, eval_episodes=given.eval_episodes, eval_mode=given.eval_mode)
     run_dir = pathlib.Path(given.eval)
@@ -1076,7 +1007,6 @@ def evaluate_run(given):
     summary = assess(args, state, video)
     write_json(run_dir / "eval.json", summary)
     print(f"video: {video}\n{describe(summary)}")
-    return 0
 
 
 def main(args):
@@ -1087,15 +1017,13 @@ def main(args):
     try:
         with tempfile.TemporaryDirectory() as scratch:
             args = join_processes(args, scratch) if args.distributed else args
-            status = evaluate_run(args) if args.eval else train(args, stop)
+            evaluate_run(args) if args.eval else train(args, stop)
     except (UsageError, RunError, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        status = getattr(error, "exit_status", 1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if status:
-        sys.exit(status)
 
 
 if __name__ == "__main__":

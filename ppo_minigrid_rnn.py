@@ -59,9 +59,9 @@ import numpy as np
 import optax
 import tyro
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
-from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
@@ -86,7 +86,8 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices (of each process) over which the environments are sharded"""
+    """devices (of each process) over which the environments are sharded (a CPU shows as N of them with
+    XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
     distributed: bool = False
     """train with several processes that each run this command; the first one writes"""
     coordinator_address: str | None = None
@@ -184,38 +185,30 @@ class Args:
 
     def __post_init__(self):
         """Raises UsageError with a message a person can act on."""
-        counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
-        counts += " action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim eval_consecutive_episodes"
-        for name in f"{counts} log_interval checkpoint_interval video_interval".split():
-            _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
+        for name, kind in Args.__annotations__.items():
+            value, low = getattr(self, name), 1 if kind is int and name != "seed" else 0
+            _check(isinstance(value, kind | int), f"--{name} is of the wrong type")
+            if isinstance(value, int | float):
+                _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
         for name in "learning_rate max_grad_norm adam_eps".split():
-            _check(0 < getattr(self, name) < math.inf, f"--{name} must be a positive number, not {getattr(self, name)}")
-        for name in "clip_coef ent_coef vf_coef".split():
-            _check(0 <= getattr(self, name) < math.inf, f"--{name} must not be negative, is {getattr(self, name)}")
-        for name in "gamma gae_lambda".split():
-            _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+            _check(getattr(self, name) > 0, f"--{name} must be positive")
+        _check(max(self.gamma, self.gae_lambda) <= 1, "--gamma and --gae_lambda must not be more than 1")
         object.__setattr__(self, "env_id", find_env(self.env_id).env_id)  # the full id
         _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
-        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
-        _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
+        _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
         _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
-        devices, batch, minibatches = self.num_shards, self.batch_size, self.num_minibatches
-        _check(self.num_envs % devices == 0, f"--num_devices: {devices} devices must divide --num_envs {self.num_envs}")
-        share = self.num_envs // devices
-        _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's {share} environments")
-        _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
+        shards = self.num_devices * (self.num_processes or 1)
+        _check(self.num_envs % shards == 0, f"--num_devices: {shards} devices must divide --num_envs {self.num_envs}")
+        share = self.num_envs // shards
+        _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's {share} environments")
+        _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {self.batch_size} steps")
 
     @property
     def batch_size(self) -> int:
         """Environment steps of one update."""
         return self.num_envs * self.num_steps
-
-    @property
-    def num_shards(self) -> int:
-        """Devices of all processes."""
-        return self.num_devices * (self.num_processes or 1)
 
     @property
     def num_updates(self) -> int:
@@ -226,12 +219,10 @@ class Args:
 class UsageError(ValueError):
     """Arguments that cannot work, with a message for the user."""
 
-    exit_status = 2
 
-
-def _check(condition, message):
+def _check(condition, message, error=UsageError):
     if not condition:
-        raise UsageError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+        raise error(re.sub(r"(^| )--\w+", lambda flag: flag[0].replace("_", "-"), message))
 
 
 # ======================================================================================================================
@@ -241,7 +232,6 @@ def _check(condition, message):
 
 # A cell is one byte, `kind * 8 + colour`: a third of the memory traffic of Farama's (object, colour, state) triples.
 # Kinds up to 10 are Farama's object codes; the state, which only doors have, is folded in as two more kinds of door.
-COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA, AGENT, DOOR_CLOSED, DOOR_LOCKED = range(0, 104, 8)
 GREY_WALL, GREEN_GOAL, RED_LAVA, BLUE_BALL = WALL + GREY, GOAL + GREEN, LAVA + RED, BALL + BLUE
@@ -266,7 +256,6 @@ class State(NamedTuple):
     direction: jax.Array  # [] int32: 0 right, 1 down, 2 left, 3 up
     carrying: jax.Array  # [] uint8, packed cell, EMPTY for nothing
     step_count: jax.Array  # [] int32
-    max_steps: jax.Array  # [] int32
     marks: jax.Array | None  # [M] int32, cells for the end rule (Dynamic-Obstacles: the obstacles, in moving order)
     key: jax.Array | None = None  # random key of the obstacles' moves, only where there are any
 
@@ -313,44 +302,43 @@ class MiniGrid:
     | observation | image [7, 7, 3] uint8, axes (column, row, code), (object, colour, state); direction 0 to 3        |
     | reward      | `1 - 0.9 * step_count / max_steps` on success, else 0 (Dynamic-Obstacles: -1 for a collision)     |
     | terminated  | goal or lava entered, a collision, or what the family's `end_rule` says                           |
-    | truncated   | left to the caller: `state.step_count >= state.max_steps`. No auto-reset in `step` either         |
+    | truncated   | left to the caller: `state.step_count >= env.max_steps`. No auto-reset in `step` either           |
     """
 
     env_id: str
     width: int
     height: int
     max_steps: int
-    level: Callable[..., State]  # the family's generator: (env, key, x, y) -> State
+    level: Callable[..., State]  # the family's generator: (env, uniforms, x, y) -> State
     end_rule: Callable | None = None  # (before, action, after) -> (success, failure), on top of goal and lava
     see_through_walls: bool = False
     num_obstacles: int = 0
+    num_actions: int = 7
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
-
-    @property
-    def num_actions(self):
-        return 3 if self.num_obstacles else 7
 
     def reset(self, key):
         """An independent draw from Farama's distribution of levels."""
-        return self.level(self, key, *coordinates(self))
+        key, level_key = jax.random.split(key) if self.num_obstacles else (None, key)
+        uniforms = jax.random.uniform(level_key, (MAX_UNIFORMS,))
+        grid, position, direction, *marks = self.level(self, uniforms, *coordinates(self))
+        marks, key = jnp.array(marks, jnp.int32) if marks else None, jax.tree.map(jax.random.key_data, key)
+        return State(grid, jnp.int32(position), jnp.int32(direction), jnp.uint8(EMPTY), jnp.int32(0), marks, key)
 
     def step(self, state, action):
         """(state, action [] int) -> (state, reward [] float32, terminated [] bool)."""
-        if not self.num_obstacles:
-            return self.transition(state, action, state.marks)
-        key, move_key = jax.random.split(state.key)
-        return self.transition(state._replace(key=key), action, self.move_obstacles(state, move_key))
+        marks = self.move_obstacles(state) if self.num_obstacles else state.marks
+        return self.transition(state, action, marks)
 
     def transition(self, state, action, marks):
         """`step` without its randomness: `marks` is [M], where the obstacles go (without any, `state.marks` itself)."""
-        grid, old_front = state.grid, self.front(state)
-        before = at(grid, old_front)
+        front = state.position + at(np.array([1, self.width, -1, -self.width], np.int32), state.direction)
+        grid, before = state.grid, at(state.grid, front)
         if self.num_obstacles:
             action = jnp.where(action < self.num_actions, action, LEFT)
             grid = put(put(grid, state.marks, EMPTY), marks, BLUE_BALL)
         if not self.can_pick_up:
             action = jnp.where(action == PICKUP, TOGGLE, action)
-        cell = at(grid, old_front)
+        cell = at(grid, front)
         kind, colour = cell & 0xF8, cell & 7
         forward, pickup, drop, toggle = (action == a for a in (FORWARD, PICKUP, DROP, TOGGLE))
 
@@ -362,41 +350,32 @@ class MiniGrid:
         toggled = jnp.where(kind == DOOR_OPEN, DOOR_CLOSED + colour, jnp.where(kind == BOX, EMPTY, toggled))
         new_cell = jnp.where(toggle, toggled, jnp.where(take, EMPTY, jnp.where(leave, state.carrying, cell)))
 
-        turn = jnp.where(action == LEFT, 3, jnp.where(action == RIGHT, 1, 0))
-        after = state._replace(
-            grid=put(grid, old_front, new_cell),
-            position=jnp.where(enter, old_front, state.position),
-            direction=(state.direction + turn) % 4,
-            carrying=jnp.where(take, cell, jnp.where(leave, jnp.uint8(EMPTY), state.carrying)),
-            step_count=state.step_count + 1,
-            marks=marks,
-        )
+        position = jnp.where(enter, front, state.position)
+        direction = (state.direction + (action == RIGHT) - (action == LEFT)) % 4
+        carrying = jnp.where(take, cell, jnp.where(leave, jnp.uint8(EMPTY), state.carrying))
+        after = State(put(grid, front, new_cell), position, direction, carrying, state.step_count + 1, marks, state.key)
         success, failure = forward & (kind == GOAL), forward & (kind == LAVA)
         if self.end_rule:
             won, lost = self.end_rule(state, action, after)
             success, failure = (success | won) & ~lost, failure | lost
-        reward = jnp.where(success, 1 - 0.9 * (after.step_count / after.max_steps), 0.0)
+        reward = jnp.where(success, 1 - 0.9 * (after.step_count / self.max_steps), 0.0)
         if self.num_obstacles:  # judged by what stood in front before the obstacles moved, walls included
             crash = forward & (before != EMPTY) & (before & 0xF8 != GOAL)
             reward, failure = jnp.where(crash, -1.0, reward), failure | crash
         return after, reward.astype(jnp.float32), success | failure
 
-    def front(self, state):
-        """The cell in front of the agent."""
-        return state.position + at(np.array([1, self.width, -1, -self.width], np.int32), state.direction)
-
-    def move_obstacles(self, state, key):
+    def move_obstacles(self, state):
         """The obstacles' next cells [M]: one after the other moves to any free cell around it, or stays without one.
 
         Farama tries 101 random cells; that all miss the only free one (probability below 1e-5) is ignored.
         """
-        around = np.array([y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)])
-        uniforms = jax.random.uniform(key, (self.num_obstacles,))
+        around = np.array([y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)], np.int32)
+        key = jax.random.wrap_key_data(state.key)
+        uniforms = jax.random.uniform(jax.random.fold_in(key, state.step_count), (self.num_obstacles,))
         grid, moved = put(state.grid, state.position, GREY_WALL), []  # nothing moves to where the agent is
         for old, uniform in zip(state.marks, uniforms, strict=True):
             free = at(grid, old + around) == EMPTY
-            choice = pick(uniform, free)
-            new = jnp.where(free.any(), old + (choice // 3 - 1) * self.width + choice % 3 - 1, old)
+            new = jnp.where(free.any(), old + at(around, pick(uniform, free)), old)
             grid = put(put(grid, old, EMPTY), new, BLUE_BALL)
             moved.append(new)
         return jnp.stack(moved)
@@ -424,15 +403,14 @@ class MiniGrid:
         return {"image": unpack(self.view(state).T), "direction": state.direction}
 
     def observe_rgb(self, state):
-        """[56, 56, 3] uint8: the partial view at 8 pixels a tile (Farama's RGBImgPartialObsWrapper(tile_size=8))."""
+        """`observe` with an image [56, 56, 3] of 8 pixels a tile (Farama's RGBImgPartialObsWrapper(tile_size=8))."""
         agent = np.arange(VIEW**2).reshape(VIEW, VIEW) == AGENT_CELL
         tiles = self.view(state).astype(jnp.int32) + 128 * agent
         rows = tiles[:, None] * 8 + np.arange(8)[:, None]  # [7, 8, 7], the order of the picture: no transposition
-        return at(tile_table().reshape(256 * 8, 24), rows).reshape(VIEW * 8, VIEW * 8, 3)
+        return self.observe(state) | {"image": at(tile_table().reshape(-1, 24), rows).reshape(VIEW * 8, VIEW * 8, 3)}
 
     def render(self, state, tile_size=32):
         """[H * tile_size, W * tile_size, 3] uint8 of one state, with what the agent sees highlighted; on the host."""
-        state = jax.tree.map(np.asarray, state._replace(key=None))
         position, direction = int(state.position), int(state.direction)
         shown = view_table(self.width, self.height)[position * 4 + direction]
         lit = set(shown[np.asarray(self.view(state)).ravel() != UNSEEN].tolist())
@@ -449,8 +427,7 @@ def at(table, index):
 
 def put(grid, cells, value):
     """The grid with `value` in one cell ([]) or several ([M]). A select: a scatter is slower on a CPU."""
-    numbers = np.arange(grid.shape[-1], dtype=np.int32)
-    chosen = numbers == cells if jnp.ndim(cells) == 0 else (numbers == cells[:, None]).any(0)
+    chosen = (np.arange(grid.size, dtype=np.int32) == jnp.reshape(cells, (-1, 1))).any(0)
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
 
 
@@ -479,9 +456,11 @@ def red_blue_end(before, action, after):
     return blue_after & red, (blue_after & ~red) | (~blue_after & red_after & blue)
 
 
-# Level generators: (env, key, x and y of every cell) -> State -------------------------------------------------------
+# Level generators: (env, uniforms, x and y of every cell) -> grid, agent's cell and direction, marks ----------------
 # One call draws all uniforms of a level. Where Farama tries random cells until one fits, `place` draws once from the
 # cells that fit: the same distribution.
+
+MAX_UNIFORMS = 29  # that a level needs: KeyCorridorS3R3
 
 
 def below(uniform, n):
@@ -509,125 +488,100 @@ def place_agent(env, uniform, grid, region):
 
 def coordinates(env):
     """Numpy (x, y) of every cell, each [H * W] int32."""
-    y, x = np.divmod(np.arange(env.height * env.width, dtype=np.int32), env.width)
-    return x, y
+    return np.indices((env.height, env.width), np.int32).reshape(2, -1)[::-1]
 
 
-def walled(env, extra=False, goal=False):
-    """[H * W] uint8: empty cells within the outer walls, plus walls where `extra`, plus the goal bottom right."""
+def walled(env, filled=False, goal=False, filling=GREY_WALL):
+    """[H * W] uint8: empty cells within the outer walls, `filling` where `filled`, plus the goal bottom right."""
     x, y = coordinates(env)
     border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
-    grid = jnp.where(border | extra, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+    grid = jnp.where(border, jnp.uint8(GREY_WALL), jnp.where(filled, jnp.uint8(filling), jnp.uint8(EMPTY)))
     return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL) if goal else grid
 
 
-def start(env, grid, position, direction, marks=(), key=None):
-    """The state at the start of an episode."""
-    marks = jnp.stack([jnp.asarray(m, jnp.int32) for m in marks]) if marks else None
-    as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
-    carrying, steps = jnp.uint8(EMPTY), as_int(0)
-    return State(grid, as_int(position), as_int(direction), carrying, steps, as_int(env.max_steps), marks, key)
-
-
-def empty_level(env, key, x, y, random_start=False):
+def empty_level(env, u, x, y, random_start=False):
     """A room with the goal in its bottom right corner; obstacles (if any) in other free cells, one at a time."""
-    key, level_key = jax.random.split(key) if env.num_obstacles else (None, key)
-    u = jax.random.uniform(level_key, (2 + env.num_obstacles,))
     grid, position, direction, obstacles = walled(env, goal=True), env.width + 1, 0, []
     if random_start:
         position, direction = place(u[0], grid), below(u[1], 4)
-    for uniform in u[2:]:
+    for uniform in u[2 : 2 + env.num_obstacles]:
         obstacles.append(place(uniform, grid, taken=position))
         grid = put(grid, obstacles[-1], BLUE_BALL)
-    return start(env, grid, position, direction, obstacles, key)
+    return grid, position, direction, *obstacles
 
 
-def door_key_level(env, key, x, y):
+def door_key_level(env, u, x, y):
     """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
-    u = jax.random.uniform(key, (5,))
     wall = 2 + below(u[0], env.width - 4)
     door = (1 + below(u[1], env.height - 3)) * env.width + wall
     grid = put(walled(env, x == wall, goal=True), door, DOOR_LOCKED + YELLOW)
     position = place(u[2], grid, x < wall)
     grid = put(grid, place(u[3], grid, x < wall, position), KEY + YELLOW)
-    return start(env, grid, position, below(u[4], 4))
+    return grid, position, below(u[4], 4)
 
 
-def four_rooms_level(env, key, x, y):
+def four_rooms_level(env, u, x, y):
     """Four rooms joined by one gap in each wall; agent and goal in any two free cells, gaps included."""
-    u = jax.random.uniform(key, (7,))
     middle = env.width // 2
     along = 1 + below(u[:4], middle - 1) + np.array([0, middle, 0, middle])  # the upper, lower, left, right gap
     gaps = along * np.array([env.width, env.width, 1, 1]) + middle * np.array([1, 1, env.width, env.width])
     grid = put(walled(env, (x == middle) | (y == middle)), gaps, EMPTY)
     position = place(u[4], grid)
-    return start(env, put(grid, place(u[5], grid, taken=position), GREEN_GOAL), position, below(u[6], 4))
+    return put(grid, place(u[5], grid, taken=position), GREEN_GOAL), position, below(u[6], 4)
 
 
-def lava_gap_level(env, key, x, y):
+def lava_gap_level(env, u, x, y):
     """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
-    u = jax.random.uniform(key, (2,))
     gap_x, gap_y = 2 + below(u[0], env.width - 4), 1 + below(u[1], env.height - 2)
-    lava = (x == gap_x) & (y != gap_y) & (y > 0) & (y < env.height - 1)
-    return start(env, jnp.where(lava, jnp.uint8(RED_LAVA), walled(env, goal=True)), env.width + 1, 0)
+    return walled(env, (x == gap_x) & (y != gap_y), goal=True, filling=RED_LAVA), env.width + 1, 0
 
 
-def dist_shift_level(env, key, x, y, second_row):
+def dist_shift_level(env, u, x, y, second_row):
     """Two strips of lava, the second near the first or far from it; nothing is random."""
-    lava = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
-    grid = jnp.where(lava, jnp.uint8(RED_LAVA), walled(env))
-    return start(env, put(grid, 2 * env.width - 2, GREEN_GOAL), env.width + 1, 0)
+    strips = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
+    return put(walled(env, strips, filling=RED_LAVA), 2 * env.width - 2, GREEN_GOAL), env.width + 1, 0
 
 
-def crossing_level(env, key, x, y, num_crossings, obstacle):
+def crossing_level(env, u, x, y, num_crossings, obstacle):
     """Rivers of lava or wall on even rows and columns, each with an opening on a random way to the goal."""
     lines = np.arange(2, env.width - 2, 2)
-    u = jax.random.uniform(key, (3, num_crossings))
     chosen = np.zeros(2 * len(lines), bool)
-    for uniform in u[0]:
+    for uniform in u[:num_crossings]:
         chosen = chosen | (np.arange(len(chosen)) == pick(uniform, ~chosen))
-    columns, rows = jnp.split(chosen, 2)
-    river = ((x[:, None] == lines) & columns | (y[:, None] == lines) & rows).any(1)
-    inside = (x > 0) & (y > 0) & (x < env.width - 1) & (y < env.height - 1)
-    grid = jnp.where(river & inside, jnp.uint8(obstacle), walled(env, goal=True))
+    chosen = chosen.reshape(2, -1)  # columns, rows
+    river = (chosen & (np.stack((x, y), axis=1)[:, :, None] == lines)).any((1, 2))
+    grid = walled(env, river, goal=True, filling=obstacle)
 
-    room_x = room_y = jnp.int32(0)  # the rivers just crossed, left of and above the current room
-    for order, where in u[1:].T:
-        columns_left, rows_left = columns & (lines > room_x), rows & (lines > room_y)
-        next_x = jnp.where(columns_left, lines, env.width - 1).min()
-        next_y = jnp.where(rows_left, lines, env.height - 1).min()
-        across = order * (columns_left.sum() + rows_left.sum()) < columns_left.sum()
-        opening_x = jnp.where(across, next_x, room_x + 1 + below(where, next_x - room_x - 1))
-        opening_y = jnp.where(across, room_y + 1 + below(where, next_y - room_y - 1), next_y)
-        grid = put(grid, opening_y * env.width + opening_x, EMPTY)
-        room_x, room_y = jnp.where(across, next_x, room_x), jnp.where(across, room_y, next_y)
-    return start(env, grid, env.width + 1, 0)
+    room = jnp.zeros(2, jnp.int32)  # x and y of the rivers just crossed, left of and above the current room
+    for order, where in u[num_crossings : 3 * num_crossings].reshape(2, -1).T:
+        left = chosen & (lines > room[:, None])  # rivers still to cross
+        ahead = jnp.where(left, lines, env.width - 1).min(1)  # the next one in either direction
+        across = (order * left.sum() < left[0].sum()) == np.array([True, False])  # a column or a row is crossed
+        opening = jnp.where(across, ahead, room + 1 + below(where, ahead - room - 1))
+        grid = put(grid, opening[1] * env.width + opening[0], EMPTY)
+        room = jnp.where(across, ahead, room)
+    return grid, env.width + 1, 0
 
 
-def memory_level(env, key, x, y, random_length=False):
+def memory_level(env, u, x, y, random_length=False):
     """A key or ball in the start room; a hallway leads to a junction with one of each: go to the same one.
 
     `marks` are the cells beside the matching and beside the other object.
     """
-    u = jax.random.uniform(key, (4,))
-    middle, end = env.height // 2, env.width - 3
-    if random_length:
-        end = 4 + below(u[0], env.width - 6)
-    room = (x >= 1) & (x <= 4) & (abs(y - middle) == 2) | (x == 4) & (abs(y - middle) == 1)
-    hallway = (x >= 5) & (x < end) & (abs(y - middle) == 1)
-    junction = (x == end) & (y != middle) | (x == end + 2)
-    shown, upper = u[1] < 0.5, u[2] < 0.5  # is it a key?
-    key_ball = lambda is_key: jnp.where(is_key, KEY + GREEN, BALL + GREEN)
-    grid = put(walled(env, room | hallway | junction), (middle - 1) * env.width + 1, key_ball(shown))
-    beside = middle * env.width + end + 1
-    grid = put(put(grid, beside - 2 * env.width, key_ball(upper)), beside + 2 * env.width, key_ball(~upper))
-    up = jnp.where(shown == upper, -1, 1) * env.width
-    return start(env, grid, middle * env.width + 1 + below(u[3], end), 0, (beside + up, beside - up))
+    middle = env.height // 2
+    end = 4 + below(u[0], env.width - 6) if random_length else env.width - 3
+    away = abs(y - middle)
+    room, hallway = (x <= 4) & (away == 2), (x >= 4) & (x < end) & (away == 1)
+    junction = (x == end) & (away > 0) | (x == end + 2)
+    same, other = jnp.where(u[1] < 0.5, np.array([KEY, BALL]), np.array([BALL, KEY])) + GREEN
+    grid = put(walled(env, room | hallway | junction), (middle - 1) * env.width + 1, same)
+    beside, up = middle * env.width + end + 1, jnp.where(u[2] < 0.5, -1, 1) * env.width
+    grid = put(put(grid, beside + 2 * up, same), beside - 2 * up, other)
+    return grid, middle * env.width + 1 + below(u[3], end), 0, beside + up, beside - up
 
 
-def unlock_level(env, key, x, y, box=False, ball=False):
+def unlock_level(env, u, x, y, box=False, ball=False):
     """Two 6x6 rooms, a locked door between them, key and agent in the left one; box behind, ball before the door."""
-    u = jax.random.uniform(key, (7,))
     door, colour = (1 + below(u[0], 4)) * env.width + 5, below(u[1], 6)
     grid = put(walled(env, x == 5), door, DOOR_LOCKED + colour)
     if box:  # not on or beside (8, 3): RoomGrid's provisional place of the agent, in the middle of the right room
@@ -636,28 +590,26 @@ def unlock_level(env, key, x, y, box=False, ball=False):
     if ball:
         grid = put(grid, door - 1, BALL + below(u[4], 6))
     grid = put(grid, place(u[5], grid, x < 5), KEY + colour)
-    return start(env, grid, *place_agent(env, u[6], grid, x < 5), (door,))
+    return grid, *place_agent(env, u[6], grid, x < 5), door
 
 
-def red_blue_doors_level(env, key, x, y):
+def red_blue_doors_level(env, u, x, y):
     """A room in the middle with a red door in its left and a blue one in its right wall, agent inside."""
-    u = jax.random.uniform(key, (4,))
     left, right = env.height // 2, env.height // 2 + env.height - 1
     red, blue = ((1 + below(u[i], env.height - 2)) * env.width + wall for i, wall in enumerate((left, right)))
     grid = walled(env, (x == left) | (x == right))
     position = place(u[2], grid, (x > left) & (x < right))
     grid = put(put(grid, red, DOOR_CLOSED + RED), blue, DOOR_CLOSED + BLUE)
-    return start(env, grid, position, below(u[3], 4), (red, blue))
+    return grid, position, below(u[3], 4), red, blue
 
 
-def key_corridor_level(env, key, x, y):
+def key_corridor_level(env, u, x, y):
     """Three columns of 1x1 rooms: a hallway, a key on its left, and on its right a ball behind a locked door.
 
     Farama's `connect_all` adds doors in a random order until every room can be reached. So give each possible door a
     random time and open those up to the moment at which the last room is reached.
     """
     num_rows = env.height // 2
-    u = jax.random.uniform(key, (5 + 8 * num_rows,))
     behind, key_row, colour = below(u[0], num_rows), below(u[1], num_rows), below(u[2], 6)
     grid = walled(env, (x % 2 == 0) | ((y % 2 == 0) & (x != 3)))
     grid = put(grid, (2 * behind + 1) * env.width + 4, DOOR_LOCKED + colour)
@@ -667,19 +619,18 @@ def key_corridor_level(env, key, x, y):
     agent = place_agent(env, u[4], grid, (x == 3) & (abs(y - middle) <= 1))
 
     # [R, 4] possible doors of each row: left room to hallway, hallway to right room, left and right room downwards
-    times, colours = u[5:].reshape(2, num_rows, 4)
+    times, colours = u[5 : 5 + 8 * num_rows].reshape(2, num_rows, 4)
     row = np.arange(num_rows)[:, None]
     locked, bottom = row == behind, row == num_rows - 1
     never = jnp.concatenate((row < 0, locked, bottom, bottom | locked | (row + 1 == behind)), axis=1)
     times = jnp.where(never, jnp.inf, times)
-    reached, down, up = times[:, :2], times[:, 2:], jnp.roll(times[:, 2:], 1, axis=0)
-    for _ in range(num_rows - 1):  # when each room is reached, first through its own door, then through neighbours
-        through = jnp.maximum(jnp.roll(reached, -1, axis=0), down), jnp.maximum(jnp.roll(reached, 1, axis=0), up)
-        reached = jnp.minimum(reached, jnp.minimum(*through))
-    opened = times <= jnp.where(jnp.isinf(reached), 0, reached).max()  # infinite only where the lock is the way in
+    own, down, up = times[:, :2], times[:, 2:], jnp.roll(times[:, 2:], 1, axis=0)
+    groups = [(i, j) for j in range(num_rows) for i in range(j + 1)]  # neighbours in one column: each needs a way out
+    found = jnp.stack([jnp.minimum(own[i : j + 1].min(0), jnp.minimum(up[i], down[j])) for i, j in groups])
+    opened = times <= jnp.where(jnp.isinf(found), 0, found).max()  # infinite only where the lock is the way in
     places = (2 * row + np.array([1, 1, 2, 2])) * env.width + np.array([2, 4, 1, 5])
     doors = jnp.where(opened, jnp.uint8(DOOR_CLOSED) + below(colours, 6).astype(jnp.uint8), at(grid, places))
-    return start(env, grid.at[places].set(doors), *agent)
+    return grid.at[places].set(doors), *agent
 
 
 # The ids --------------------------------------------------------------------------------------------------------------
@@ -687,17 +638,15 @@ def key_corridor_level(env, key, x, y):
 
 def list_environments():
     """Every id -> its environment, with the sizes and limits of Farama's registry."""
-    envs, options = {}, functools.partial
+    envs, options = [], functools.partial
 
     def add(name, width, height, max_steps, level, **constants):
-        env_id = f"MiniGrid-{name}-v0"
-        envs[env_id] = MiniGrid(env_id, width, height, max_steps, level, **constants)
+        envs.append(MiniGrid(f"MiniGrid-{name}-v0", width, height, max_steps, level, **constants))
 
-    random_start = options(empty_level, random_start=True)
-    for n in (5, 6, 8, 16):
-        add(f"Empty-{n}x{n}", n, n, 4 * n**2, empty_level, see_through_walls=True)
-    for n in (5, 6):
-        add(f"Empty-Random-{n}x{n}", n, n, 4 * n**2, random_start, see_through_walls=True)
+    for name, n in (("", 5), ("", 6), ("", 8), ("", 16), ("Random-", 5), ("Random-", 6)):
+        room = {"level": options(empty_level, random_start=bool(name)), "see_through_walls": True}
+        add(f"Empty-{name}{n}x{n}", n, n, 4 * n**2, **room)
+        add(f"Dynamic-Obstacles-{name}{n}x{n}", n, n, 4 * n**2, num_obstacles=n // 2, num_actions=3, **room)
     for n in (5, 6, 8, 16):
         add(f"DoorKey-{n}x{n}", n, n, 10 * n**2, door_key_level)
     add("FourRooms", 19, 19, 100, four_rooms_level)
@@ -707,8 +656,7 @@ def list_environments():
         add(f"DistShift{i}", 9, 7, 252, options(dist_shift_level, second_row=row), see_through_walls=True)
     for name, obstacle in (("Lava", RED_LAVA), ("Simple", GREY_WALL)):
         for n, k in ((9, 1), (9, 2), (9, 3), (11, 5)):
-            level = options(crossing_level, num_crossings=k, obstacle=obstacle)
-            add(f"{name}CrossingS{n}N{k}", n, n, 4 * n**2, level)
+            add(f"{name}CrossingS{n}N{k}", n, n, 4 * n**2, options(crossing_level, num_crossings=k, obstacle=obstacle))
     for name, n in (("7", 7), ("9", 9), ("11", 11), ("13", 13), ("13Random", 13), ("17Random", 17)):
         level = options(memory_level, random_length="Random" in name)
         add(f"MemoryS{name}", n, n, 5 * n**2, level, end_rule=memory_end, can_pick_up=False)
@@ -720,10 +668,7 @@ def list_environments():
         add(f"RedBlueDoors-{n}x{n}", 2 * n, n, 20 * n**2, red_blue_doors_level, end_rule=red_blue_end)
     for rows in (1, 2, 3):
         add(f"KeyCorridorS3R{rows}", 7, 2 * rows + 1, 270, key_corridor_level, end_rule=take_ball)
-    for name, n, k in (("", 5, 2), ("Random-", 5, 2), ("", 6, 3), ("Random-", 6, 3), ("", 8, 4), ("", 16, 8)):
-        constants = {"see_through_walls": True, "num_obstacles": k}
-        add(f"Dynamic-Obstacles-{name}{n}x{n}", n, n, 4 * n**2, random_start if name else empty_level, **constants)
-    return envs
+    return {env.env_id: env for env in envs}
 
 
 ENVIRONMENTS = list_environments()
@@ -732,10 +677,8 @@ ENVIRONMENTS = list_environments()
 def find_env(env_id):
     """The environment of an id, with or without `MiniGrid-` and `-v0`; UsageError with the nearest ids if unknown."""
     full_id = f"MiniGrid-{env_id.removeprefix('MiniGrid-').removesuffix('-v0')}-v0"
-    if full_id not in ENVIRONMENTS:
-        lower = {known.lower(): known for known in ENVIRONMENTS}
-        nearest = [lower[match] for match in difflib.get_close_matches(full_id.lower(), lower, n=3, cutoff=0)]
-        raise UsageError(f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)} (--list-envs lists all)")
+    nearest = ", ".join(difflib.get_close_matches(full_id, ENVIRONMENTS, n=3, cutoff=0))
+    _check(full_id in ENVIRONMENTS, f"--env_id {env_id}: unknown; nearest: {nearest} (--list_envs lists all)")
     return ENVIRONMENTS[full_id]
 
 
@@ -745,21 +688,20 @@ def make_env(args):
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
-RGB = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]])  # of COLOURS
-
-
-SHAPES = {  # of each kind: boxes (left, right, top, bottom, brightness) and discs (x, y, radius, brightness)
+RGB = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]])
+SHAPES = {  # of each kind: boxes (left, right, top, bottom, brightness), strokes (x, y, run, rise, radius, brightness)
     WALL: [(0, 1, 0, 1, 1)],
     FLOOR: [(0.031, 1, 0.031, 1, 0.5)],
     DOOR_OPEN: [(0.88, 1, 0, 1, 1), (0.92, 0.96, 0.04, 0.96, 0)],
     DOOR_LOCKED: [(0, 1, 0, 1, 1), (0.06, 0.94, 0.06, 0.94, 0.45), (0.52, 0.75, 0.5, 0.56, 1)],
-    DOOR_CLOSED: [(i, 1 - i, i, 1 - i, i in (0, 0.08)) for i in (0, 0.04, 0.08, 0.12)] + [(0.75, 0.5, 0.08, 1)],
+    DOOR_CLOSED: [(i, 1 - i, i, 1 - i, i in (0, 0.08)) for i in (0, 0.04, 0.08, 0.12)] + [(0.75, 0.5, 0, 0, 0.08, 1)],
     KEY: [(0.5, 0.63, 0.31, 0.88, 1), (0.38, 0.5, 0.59, 0.66, 1), (0.38, 0.5, 0.81, 0.88, 1)]
-    + [(0.56, 0.28, 0.19, 1), (0.56, 0.28, 0.064, 0)],
-    BALL: [(0.5, 0.5, 0.31, 1)],
+    + [(0.56, 0.28, 0, 0, 0.19, 1), (0.56, 0.28, 0, 0, 0.064, 0)],
+    BALL: [(0.5, 0.5, 0, 0, 0.31, 1)],
     BOX: [(0.12, 0.88, 0.12, 0.88, 1), (0.18, 0.82, 0.18, 0.82, 0), (0.16, 0.84, 0.47, 0.53, 1)],
     GOAL: [(0, 1, 0, 1, 1)],
-    LAVA: [(0, 1, 0, 1, 1)],
+    LAVA: [(0, 1, 0, 1, 1)]  # three waves of four strokes
+    + [(0.1 + 0.2 * i, 0.3 + 0.2 * j + 0.1 * (i % 2), 0.2, 0.1 - 0.2 * (i % 2), 0.03, 0) for i, j in np.ndindex(4, 3)],
 }
 
 
@@ -769,8 +711,7 @@ def draw_tile(cell, direction, lit, size):
 
     Shapes and colours are Farama's, in units of the tile, drawn at three times the size and averaged.
     """
-    axis = (np.arange(3 * size) + 0.5) / (3 * size)
-    x, y = np.meshgrid(axis, axis)
+    y, x = (np.indices((3 * size, 3 * size)) + 0.5) / (3 * size)
     kind = cell & 0xF8
     colour = np.array([255, 128, 0]) if kind == LAVA else RGB[min(cell & 7, 5)]
     image = np.zeros((3 * size, 3 * size, 3), np.uint8)
@@ -780,15 +721,10 @@ def draw_tile(cell, direction, lit, size):
             left, right, top, bottom = shape
             inside = (x >= left) & (x <= right) & (y >= top) & (y <= bottom)
         else:
-            inside = (x - shape[0]) ** 2 + (y - shape[1]) ** 2 <= shape[2] ** 2
+            start_x, start_y, run, rise, radius = shape
+            along = np.clip(((x - start_x) * run + (y - start_y) * rise) / max(run**2 + rise**2, 1e-9), 0, 1)
+            inside = np.hypot(x - start_x - along * run, y - start_y - along * rise) <= radius
         image[inside] = (brightness * colour).astype(np.uint8)
-    if kind == LAVA:
-        for i, top in np.ndindex(4, 3):  # three waves of four strokes, each 0.2 wide, 0.1 high and 0.06 thick
-            start_x, start_y, slope = 0.1 + 0.2 * i, 0.3 + 0.2 * top + 0.1 * (i % 2), 0.5 - i % 2
-            along = np.clip(((x - start_x) + slope * (y - start_y)) / (1 + slope**2), 0, 0.2)
-            stroke = np.hypot(x - start_x - along, y - start_y - slope * along) <= 0.03
-            box_y = np.abs(y - start_y - 0.1 * slope) <= 0.08 + 1e-9
-            image[stroke & (np.abs(x - start_x - 0.1) <= 0.13 + 1e-9) & box_y] = 0
     if direction is not None:  # a triangle that points to where the agent looks: turn the pixels into its frame
         cos, sin = (1, 0, -1, 0)[direction], (0, 1, 0, -1)[direction]
         ahead, aside = 0.5 + cos * (x - 0.5) + sin * (y - 0.5), np.abs(cos * (y - 0.5) - sin * (x - 0.5))
@@ -801,10 +737,7 @@ def draw_tile(cell, direction, lit, size):
 @functools.cache
 def tile_table():
     """[256, 8, 8, 3] uint8: the tiles of the partial view by packed cell, plus 128 where the agent stands."""
-    known = {kind + colour for kind in range(EMPTY, DOOR_LOCKED + 8, 8) for colour in range(6)}
-    blank = draw_tile(EMPTY, None, False, 8)  # also of cells that are not seen
-    tiles = [draw_tile(c % 128, 3 if c >= 128 else None, True, 8) if c % 128 in known else blank for c in range(256)]
-    return np.stack(tiles)
+    return np.stack([draw_tile(c % 128, 3 if c >= 128 else None, c % 128 != UNSEEN, 8) for c in range(256)])
 
 
 # ======================================================================================================================
@@ -817,9 +750,8 @@ class Inputs(NamedTuple):
 
     image: jax.Array  # [T, M, 7, 7, 3] uint8, or [T, M, 56, 56, 3] with --img-obs
     direction: jax.Array  # [T, M]
-    action: jax.Array  # [T, M], the previous action; A for none
+    action: jax.Array  # [T, M], the previous action; A for none: there the hidden state starts from zero too
     reward: jax.Array  # [T, M], the previous reward
-    start: jax.Array  # [T, M], True where the hidden state is reset before the step
 
 
 class Memory(NamedTuple):
@@ -836,9 +768,8 @@ def patches(x, size, stride):
     XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a product is not. With
     the batch last, each slice copies long contiguous runs.
     """
-    height, width = ((n - size) // stride + 1 for n in x.shape[1:3])
-    last = lambda start, n: start + stride * (n - 1) + 1
-    slices = [x[:, i : last(i, height) : stride, j : last(j, width) : stride] for i, j in np.ndindex(size, size)]
+    rows, columns = ((n - size) // stride * stride + 1 for n in x.shape[1:3])  # from the first patch to the last
+    slices = [x[:, i : i + rows : stride, j : j + columns : stride] for i, j in np.ndindex(size, size)]
     return jnp.concatenate(slices)
 
 
@@ -902,18 +833,17 @@ class Agent(nn.Module):
             if i == 0:
                 x = x.astype(dtype) / 255 if args.img_obs else one_hot_codes(x).astype(dtype)
             x = nn.relu(dense(x, features, math.sqrt(2), f"conv{i}")).astype(dtype)
-        direction, action = (x.reshape(-1) for x in (inputs.direction, inputs.action))
         embedding = weight("action", (args.action_emb_dim, self.num_actions + 1), 1.0)
-        embedded = embedding @ jax.nn.one_hot(action, self.num_actions + 1, axis=0, dtype=dtype)
-        flat = x.reshape(-1, x.shape[-1]), jax.nn.one_hot(direction, 4, axis=0), embedded, inputs.reward.reshape(1, -1)
-        x = jnp.concatenate([part.astype(dtype) for part in flat])  # [F, B]
+        embedded = embedding @ jax.nn.one_hot(inputs.action.ravel(), self.num_actions + 1, axis=0, dtype=dtype)
+        direction = jax.nn.one_hot(inputs.direction.ravel(), 4, axis=0)
+        x = jnp.concatenate([x.reshape(-1, x.shape[-1]), direction, embedded, inputs.reward.reshape(1, -1)])  # [F, B]
 
         for i in range(args.rnn_num_layers):
             projected = dense(x, 3 * size, GRU_GAIN, f"gru{i}", remember)
             projected = projected.reshape(-1, num_steps, num_envs).swapaxes(0, 1)
             recurrent = jnp.concatenate([weight(f"gru{i}_{gate}", (size, size), 1.0) for gate in GATES])
             bias = self.param(f"gru{i}_new_bias", nn.initializers.zeros, (size, 1))
-            hiddens.append(gru(projected, recurrent, bias, hidden[:, i].T, inputs.start))
+            hiddens.append(gru(projected, recurrent, bias, hidden[:, i].T, inputs.action == self.num_actions))
             x = hiddens[-1].swapaxes(0, 1).reshape(size, -1)
         x = sum(hiddens).swapaxes(0, 1).reshape(size, -1)  # [H, B]
         actor = jnp.tanh(dense(x, args.head_hidden_dim, math.sqrt(2), "actor_hidden"))
@@ -938,16 +868,12 @@ def initial_memory(args, env, num_envs):
 
 def see(args, env, env_state, memory):
     """`Inputs` of [1, N] for states [N] and a `Memory`."""
-    obs = jax.vmap(env.observe)(env_state)
-    image = jax.vmap(env.observe_rgb)(env_state) if args.img_obs else obs["image"]
-    inputs = Inputs(image, obs["direction"], memory.action, memory.reward, jnp.zeros(memory.action.shape, bool))
-    return jax.tree.map(lambda x: x[None], inputs)
+    obs = jax.vmap(env.observe_rgb if args.img_obs else env.observe)(env_state)
+    return jax.tree.map(lambda x: x[None], Inputs(obs["image"], obs["direction"], memory.action, memory.reward))
 
 
-def init_params(args, key, env):
-    """Parameters of the agent, a dict of arrays."""
-    env_state = jax.vmap(env.reset)(jax.random.split(key, 1))
-    memory = initial_memory(args, env, 1)
+def init_params(args, key, env, env_state, memory):
+    """Parameters of the agent, a dict of arrays; what it sees and remembers only gives their shapes."""
     return Agent(args, env.num_actions).init(key, see(args, env, env_state, memory), memory.hidden)
 
 
@@ -1028,8 +954,7 @@ class Trajectory(NamedTuple):
     reward: jax.Array  # [T, N]
     terminated: jax.Array  # [T, N]
     truncated: jax.Array  # [T, N]
-    next_state: State  # of [T, N], successors before any reset
-    memory: Memory  # of [T, N], after the step and before any reset
+    successor: tuple  # the State and Memory of [T, N] after the step and before any reset
 
 
 class Batch(NamedTuple):
@@ -1045,8 +970,7 @@ class Batch(NamedTuple):
 
 def where_envs(condition, new, old):
     """Trees of [N, ...]: `new` where the condition [N] holds."""
-    expand = lambda x: condition.reshape(-1, *[1] * (x.ndim - 1))
-    return jax.tree.map(lambda new, old: jnp.where(expand(old), new, old), new, old)
+    return jax.tree.map(functools.partial(jax.vmap(jnp.where), condition), new, old)
 
 
 def reset_ended(env, key, done, env_state):
@@ -1073,7 +997,6 @@ def rollout(args, env, params, env_state, memory, episodes, key):
     action_key, reset_key = jax.random.split(key)
     num_envs = episodes.length.shape[0]
     noises = sample_noise(action_key, (args.num_steps, num_envs))
-    blank = initial_memory(args, env, num_envs)
 
     def step(carry, inputs):
         env_state, memory, episodes = carry
@@ -1081,7 +1004,6 @@ def rollout(args, env, params, env_state, memory, episodes, key):
         seen = see(args, env, env_state, memory)
         dist, value, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
         action = sample_action(dist, noise)
-        logprob = action_logprob(dist, action)
         next_state, reward, terminated = jax.vmap(env.step)(env_state, action)
         ret, length = episodes.ret + reward, episodes.length + 1
         truncated = next_state.step_count >= env.max_steps
@@ -1089,31 +1011,25 @@ def rollout(args, env, params, env_state, memory, episodes, key):
         ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
         episodes = Episodes(*(jnp.where(done, a, b) for a, b in zip(ended, running)))
         seen, after = jax.tree.map(lambda x: x[0], seen), Memory(hidden, action, reward)
-        memory = where_envs(done & args.reset_hidden, blank, after)
+        memory = where_envs(done & args.reset_hidden, initial_memory(args, env, num_envs), after)
         env_state = reset_ended(env, reset_key, done, next_state)
-        outcome = reward, terminated, truncated, next_state._replace(key=None), after
-        return (env_state, memory, episodes), Trajectory(seen, action, logprob, value, *outcome)
+        outcome = reward, terminated, truncated, (next_state, after)
+        return (env_state, memory, episodes), Trajectory(seen, action, action_logprob(dist, action), value, *outcome)
 
     reset_keys = jax.random.split(reset_key, args.num_steps)
     carry, trajectory = jax.lax.scan(step, (env_state, memory, episodes), (noises, reset_keys))
-    if args.reset_hidden:  # where the loss must do so too; the hidden state before the first step is already reset
-        start = (trajectory.terminated | trajectory.truncated)[:-1]
-        start = jnp.concatenate([jnp.zeros((1, num_envs), bool), start])
-        trajectory = trajectory._replace(inputs=trajectory.inputs._replace(start=start))
     return *carry, trajectory
 
 
 def trajectory_values(args, env, params, trajectory):
     """Values [T, N] of the true successors, for truncated episodes with the hidden state from before the reset."""
+    num_steps, num_envs = trajectory.reward.shape
 
     def successor_values(step):  # after the steps [N], one of each environment
-        pick_step = lambda x: x[step, jnp.arange(step.shape[0])]
-        env_state, memory = jax.tree.map(pick_step, (trajectory.next_state, trajectory.memory))
+        env_state, memory = jax.tree.map(lambda x: x[step, jnp.arange(num_envs)], trajectory.successor)
         return forward(args, env, params, see(args, env, env_state, memory), memory.hidden)[1][0]
 
-    num_steps, num_envs = trajectory.reward.shape
-    last_values = successor_values(jnp.full(num_envs, num_steps - 1))
-    next_values = jnp.concatenate([trajectory.value[1:], last_values[None]])
+    next_values = jnp.concatenate([trajectory.value[1:], successor_values(jnp.full(num_envs, num_steps - 1))[None]])
     # An environment is truncated at most once in max_steps steps: gather that one successor and value it.
     for start in range(0, num_steps, env.max_steps):
         window = slice(start, start + env.max_steps)
@@ -1150,9 +1066,8 @@ def ppo_loss(params, batch, hidden, args, env):
     ratio = jnp.exp(log_ratio)
     advantage = batch.advantage
     if args.norm_adv:
-        mean = jax.lax.pmean(advantage.mean(), AXIS)
-        variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
-        advantage = (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+        everywhere = jax.lax.all_gather(advantage, AXIS)
+        advantage = (advantage - everywhere.mean()) / (everywhere.std() + 1e-8)
     clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
 
@@ -1195,9 +1110,8 @@ def update_epochs(args, env, params, opt_state, batch, hidden, learning_rate, ke
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
         return (*new, active), (metrics, was_active)
 
-    carry = (params, opt_state, jnp.bool_(True))
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, carry, keys)
+    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, (params, opt_state, jnp.bool_(True)), keys)
     return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
 
 
@@ -1214,7 +1128,7 @@ class TrainState(NamedTuple):
     env_state: State  # of [K, N]
     memory: Memory  # of [K, N]
     episodes: Episodes  # of [K, N]
-    key: jax.Array  # [K]
+    key: jax.Array  # [K, 2], a PRNG key's data: a checkpoint is plain arrays
     update: jax.Array  # [K], updates done
 
 
@@ -1224,20 +1138,20 @@ def seed_keys(args):
 
 
 # Runs once: compiling it quickly matters more than running it fast.
-@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+@jax.jit(static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def init_train_state(args, key):
     """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`."""
     env = make_env(args)
 
     def init(key):
         params_key, reset_key, key = jax.random.split(key, 3)
-        params = init_params(args, params_key, env)
         env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
         memory = initial_memory(args, env, args.num_envs)
+        params = init_params(args, params_key, env, env_state, memory)
         zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
         episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
         opt_state = make_optimizer(args).init(params)
-        return TrainState(params, opt_state, env_state, memory, episodes, key, jnp.int32(0))
+        return TrainState(params, opt_state, env_state, memory, episodes, jax.random.key_data(key), jnp.int32(0))
 
     return jax.lax.map(init, key)  # not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool
 
@@ -1245,21 +1159,16 @@ def init_train_state(args, key):
 def update(args, state):
     """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
     env = make_env(args)
-    key, rollout_key, epochs_key = jax.random.split(state.key, 3)
-    device = jax.lax.axis_index(AXIS)
-    rollout_key, epochs_key = (jax.random.fold_in(k, device) for k in (rollout_key, epochs_key))
-    carry = state.env_state, state.memory, state.episodes
-    *carry, traj = rollout(args, env, state.params, *carry, rollout_key)
-    episodes, values = carry[-1], traj.value
+    key, *keys = jax.random.split(jax.random.wrap_key_data(state.key), 3)
+    rollout_key, epochs_key = (jax.random.fold_in(k, jax.lax.axis_index(AXIS)) for k in keys)
+    *carry, traj = rollout(args, env, state.params, state.env_state, state.memory, state.episodes, rollout_key)
+    inputs, action, logprob, values, rewards, terminated, truncated, *_ = traj
     next_values = trajectory_values(args, env, state.params, traj)
-    flags = traj.terminated, traj.truncated
-    advantages = compute_gae(traj.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
-    returns = advantages + values
-    batch = Batch(traj.inputs, traj.action, traj.logprob, advantages, returns, values)
+    advantages = compute_gae(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
+    returns, episodes = advantages + values, carry[-1]
+    batch, hidden = Batch(inputs, action, logprob, advantages, returns, values), state.memory.hidden
     learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
-    optimizer = state.params, state.opt_state
-    hidden = state.memory.hidden  # before the rollout
-    params, opt_state, metrics = update_epochs(args, env, *optimizer, batch, hidden, learning_rate, epochs_key)
+    params, opt_state, metrics = update_epochs(args, env, *state[:2], batch, hidden, learning_rate, epochs_key)
     all_devices = lambda x: jax.lax.all_gather(x, AXIS)
     metrics |= {
         "losses/explained_variance": 1 - all_devices(returns - values).var() / all_devices(returns).var(),
@@ -1267,7 +1176,7 @@ def update(args, state):
         "charts/episodic_return": jnp.nanmean(all_devices(episodes.last_ret)),  # NaN before the first episode ends
         "charts/episodic_length": jnp.nanmean(all_devices(episodes.last_length)),
     }
-    return TrainState(params, opt_state, *carry, key, state.update + 1), metrics
+    return TrainState(params, opt_state, *carry, jax.random.key_data(key), state.update + 1), metrics
 
 
 def over_seeds(function):
@@ -1279,26 +1188,24 @@ def over_seeds(function):
 def make_mesh(args):
     """`num_devices` devices of every process, in the order of the processes."""
     devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
-    return Mesh(np.array(devices).ravel(), (AXIS,))
+    return jax.sharding.Mesh(np.array(devices).ravel(), (AXIS,))
 
 
-def state_specs():
-    """How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments."""
-    replicated, sharded = TrainState(*[PartitionSpec()] * len(TrainState._fields)), PartitionSpec(None, AXIS)
-    return replicated._replace(env_state=sharded, memory=sharded, episodes=sharded)
+# How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments.
+STATE_SPECS = TrainState(jax.P(), jax.P(), *[jax.P(None, AXIS)] * 3, jax.P(), jax.P())
 
 
 def shard_state(args, state):
     """Spreads a `TrainState`, the same in every process, over the mesh."""
-    mesh = make_mesh(args)
-    place = lambda spec, x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-    return jax.tree.map(lambda spec, tree: jax.tree.map(functools.partial(place, spec), tree), state_specs(), state)
+    sharding = lambda spec: jax.NamedSharding(make_mesh(args), spec)
+    place = lambda spec, x: jax.make_array_from_callback(x.shape, sharding(spec), lambda index: x[index])
+    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: place(spec, x), tree), STATE_SPECS, state)
 
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    specs, step = state_specs(), over_seeds(functools.partial(update, args))
-    layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
+    step = over_seeds(lambda state: update(args, state))
+    layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
     # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
@@ -1319,7 +1226,7 @@ def make_train_chunk(args):
 # ======================================================================================================================
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def evaluate(args, params, key):
     """Plays in E fresh environments per agent: one episode each, or C consecutive ones (`eval_consecutive_episodes`).
 
@@ -1339,8 +1246,7 @@ def evaluate(args, params, key):
             dist, _, hidden = (x[0] for x in forward(args, env, params, seen, memory.hidden))
             noise = sample_noise(jax.random.fold_in(action_key, t), (num,))
             action = sample_action(dist, noise) if args.eval_mode == "sampled" else greedy_action(dist)
-            next_state, reward, terminated = jax.vmap(env.step)(state, action)
-            state = where_envs(running, next_state, state)
+            state, reward, terminated = jax.vmap(env.step)(state, action)
             memory = where_envs(running, Memory(hidden, action, reward), memory)
             film = jax.tree.map(lambda film, x: film.at[t + 1].set(x[0]), film, state)
             return t + 1, state, memory, ret + reward * running, length + running, running & ~terminated, film
@@ -1352,10 +1258,9 @@ def evaluate(args, params, key):
         return memory, (ret, length, film)
 
     def play_all(params, key):
-        keys = jax.random.split(key, args.eval_consecutive_episodes)
         blank = initial_memory(args, env, num)
         following = lambda memory, key: play(params, blank if args.reset_hidden else memory, key)
-        return jax.lax.scan(following, blank, keys)[1]
+        return jax.lax.scan(following, blank, jax.random.split(key, args.eval_consecutive_episodes))[1]
 
     return over_seeds(play_all)(params, key)
 
@@ -1374,27 +1279,23 @@ def summarize_evaluation(args, evaluation):
         "eval_length_mean": lengths.mean(axis).tolist(),
         "success_rate": (returns > 0).mean(axis).tolist(),
     }
-    interval = bootstrap_interval(returns.mean((1, 2)))
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode, "eval_return_ci95": interval}
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode} | statistics(None)
     if args.eval_consecutive_episodes > 1:
         overall["consecutive_episodes"] = statistics((0, 2))
-    return overall | statistics(None) | {"per_seed": statistics((1, 2))}
+    return overall | {"eval_return_ci95": bootstrap_interval(returns.mean((1, 2))), "per_seed": statistics((1, 2))}
 
 
 def bootstrap_interval(values, samples=10_000):
     """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
-    if len(values) < 2:
-        return None
-    index = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
-    return np.percentile(values[index].mean(1), [2.5, 97.5]).tolist()
+    means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
+    return np.percentile(means, [2.5, 97.5]).tolist() if len(values) > 1 else None
 
 
 def record_video(args, path, evaluation, width=320):
     """Writes what the first agent does in the first evaluation environment as a GIF of 8 frames a second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     env = make_env(args)
-    lengths, film = np.asarray(evaluation[1][0, :, 0]), jax.tree.map(lambda x: x[0], evaluation[2]._replace(key=None))
-    film = jax.tree.map(np.asarray, film)
+    lengths, film = evaluation[1][0, :, 0], jax.tree.map(lambda x: np.asarray(x[0]), evaluation[2])
     state = lambda *step: jax.tree.map(lambda x: x[step], film)
     images = (env.render(state(c, t), width // env.width) for c, n in enumerate(lengths) for t in range(n + 1))
     frames = [Image.fromarray(image).quantize(64) for image in images]
@@ -1413,19 +1314,17 @@ def join_processes(args, scratch):
 
     All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
     """
+    address = args.coordinator_address, args.num_processes, args.process_id
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
     try:
-        jax.distributed.initialize(
-            args.coordinator_address, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
-        )
+        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"--distributed: {error}") from error
     args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
     if args.process_id > 0:
         sys.stdout, os.environ["WANDB_MODE"] = open(os.devnull, "w"), "disabled"
-        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch)
-        if args.resume:
-            args = dataclasses.replace(args, resume=shutil.copytree(args.resume, f"{scratch}/resumed"))
+        resume = args.resume and shutil.copytree(args.resume, f"{scratch}/resumed")
+        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
     multihost_utils.sync_global_devices("the first process may write into a resumed run that the others have copied")
     return args
 
@@ -1443,20 +1342,14 @@ class RunError(Exception):
     """A failure with a message for the user."""
 
 
-def is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def flatten_state(state):
-    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data.
+    """{tree path: array} of a `TrainState`, in the order of its leaves.
 
     Arrays that are spread over processes are gathered, in which all of them take part.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    data = [jax.random.key_data(x) if is_key(x) else x for _, x in leaves]
-    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
-    return {name: x if x.is_fully_addressable else gather(x) for name, x in zip(names, data)}
+    gather = lambda x: x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): gather(x) for path, x in leaves}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -1476,30 +1369,22 @@ def save_checkpoint(run_dir, state, num_kept=3):
 def load_checkpoint(run_dir, template):
     """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
     path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
-    if path is None:
-        raise RunError(f"{run_dir} holds no checkpoint")
+    _check(path, f"{run_dir} holds no checkpoint", RunError)
     expected = flatten_state(template)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}  # reading checks the CRC
+        arrays = dict(np.load(path, allow_pickle=False))  # reading checks the CRC
     except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    if arrays.pop("script", None) != SCRIPT or form(arrays) != form(expected):
-        raise RunError(f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments")
-    leaves, structure = jax.tree.flatten(template)
-    restore = lambda name, like: (jax.random.wrap_key_data if is_key(like) else jnp.asarray)(arrays[name])
-    return jax.tree.unflatten(structure, map(restore, expected, leaves))
+    fits = arrays.pop("script", None) == SCRIPT and form(arrays) == form(expected)
+    _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
+    return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
 
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises RunError."""
     try:
-        args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
-        for field in dataclasses.fields(Args):
-            types = (int, float) if field.type is float else field.type
-            _check(isinstance(getattr(args, field.name), types), f"--{field.name} is of the wrong type")
-        return args
+        return Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
 
@@ -1517,13 +1402,10 @@ RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    default, changes = vars(Args()), {}
-    for name, new in vars(given).items():
-        old = getattr(saved, name)
-        if new not in (default[name], old):
-            renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
-            _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
-            changes[name] = new
+    changes = dict(vars(given).items() - vars(Args()).items() - vars(saved).items())
+    for name, new in sorted(changes.items()):
+        renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
+        _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
     return dataclasses.replace(saved, **changes)
 
 
@@ -1542,23 +1424,18 @@ class Logger:
         folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
         table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        start, step = SessionLog(status=SessionLog.START), update * args.batch_size
         for writer in self.writers:
-            self.write(writer, update, summary=text_pb("hyperparameters", table))
-            if update:  # readers drop what an interrupted run had logged after this step
-                self.write(writer, update, session_log=start)
-        self.seconds, self.clock = 0.0, time.perf_counter()  # of training up to the last pause, start of the next part
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
+            # Readers drop what an interrupted run had logged after this step.
+            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training: its steps per second
 
-    def write(self, writer, update, **content):
-        step = update * self.args.batch_size + ("session_log" in content)
-        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
-
-    def log(self, update, metrics):
-        """Writes {tag: [K]} at an update; values that are not finite are left out."""
+    def log(self, step, metrics):
+        """Writes {tag: [K]} at a step; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
-            values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in finite.items()]
-            self.write(writer, update, summary=summary_pb2.Summary(value=values))
+            values = [Summary.Value(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def log_pending(self):
@@ -1568,34 +1445,30 @@ class Logger:
         (update, metrics), self.pending = self.pending, None
         metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
         step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
-        sps = self.sps(update, self.seconds + time.perf_counter() - self.clock)
-        self.log(update, {**metrics, "charts/SPS": np.full(self.args.num_seeds, sps)})
+        self.seconds = time.perf_counter() - self.start
+        self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
+        self.log(step, {**metrics, "charts/SPS": np.full(self.args.num_seeds, self.sps)})
         returns = metrics["charts/episodic_return"]
         score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
-        left = (total - step) * self.args.num_seeds / sps
-        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {left:.0f} s left"
+        left = (total - step) * self.args.num_seeds / self.sps
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {self.sps:,.0f} SPS, {left:.0f} s left"
         print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
         for k in np.flatnonzero(self.finite & ~np.isfinite(metrics["losses/grad_norm"])):
             self.finite[k] = False
             message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            if not self.finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            _check(self.finite.any(), f"{message}, no seed is left; a smaller --learning-rate may help", RunError)
             print(f"error: {message}; the others go on", file=sys.stderr)
-
-    def sps(self, update, seconds):
-        """Steps of all agents per second of training, since the start or the resumption; None before the first."""
-        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
-        return steps / seconds if steps else None
 
     @contextlib.contextmanager
     def paused(self):
         """Logs what is pending and stops the clock for whatever is not training."""
         self.log_pending()
-        self.seconds += time.perf_counter() - self.clock
+        begin = time.perf_counter()
         yield
-        self.clock = time.perf_counter()
+        self.start += time.perf_counter() - begin
 
     def close(self):
+        jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
         if self.is_terminal:
@@ -1620,9 +1493,8 @@ def open_run(args):
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
     _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-    if args.num_devices > jax.local_device_count():
-        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
+    devices = jax.local_device_count()
+    _check(args.num_devices <= devices, f"--num-devices {args.num_devices}: JAX sees {devices}, see --help")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -1631,7 +1503,7 @@ def open_run(args):
 
 
 def train(args, stop):
-    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`; returns the exit status."""
+    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
     args, run_dir, video_dir = open_run(args)
     start = time.perf_counter()
     state = init_train_state(args, seed_keys(args))
@@ -1643,10 +1515,9 @@ def train(args, stop):
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     done = int(state.update[0])
-    logger = Logger(args, run_dir, done)
     intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
     video = lambda: video_dir / f"step_{done * args.batch_size}.{VIDEO_FORMAT}"
-    try:
+    with contextlib.closing(Logger(args, run_dir, done)) as logger:
         while done < args.num_updates and not stop:
             target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
             state, metrics = train_chunk(state, jnp.int32(target - done))
@@ -1658,39 +1529,33 @@ def train(args, stop):
             if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
                 with logger.paused():
                     scores = assess(args, state, video())["per_seed"]
-                    logger.log(done, {"eval/episodic_return": scores["eval_return_mean"]})
+                    logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
         with logger.paused():
             save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
-        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
-        summary = {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
-        summary |= {name: getattr(args, name) for name in names} | {"total_timesteps": done * args.batch_size}
-        summary |= {"sps": logger.sps(done, logger.seconds), "train_seconds": logger.seconds}
+        summary = vars(args) | {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
+        summary |= {"total_timesteps": done * args.batch_size, "train_seconds": logger.seconds, "sps": logger.sps}
         summary |= {"compile_seconds": compile_seconds, "jax_version": jax.__version__}
         summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
         summary["failed_seeds"] = (args.seed + np.flatnonzero(~logger.finite)).tolist()
         if not interrupted:
             summary |= assess(args, state, video())
-            logger.log(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+            logger.log(done * args.batch_size, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
-    finally:
-        logger.close()
     if interrupted:
         print(f"interrupted at update {done}; go on with: python {sys.argv[0]} --resume {run_dir}")
-        return 128 + stop[0]
+        sys.exit(128 + stop[0])
     print(f"run: {run_dir}\nvideo: {video()}\n{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
-    return 0
 
 
 def describe(summary):
-    mode, episodes = summary["eval_mode"], summary["eval_episodes"]
     result = f"return {summary['eval_return_mean']:.3f}, success rate {summary['success_rate']:.3f}"
-    return f"{mode} {result} over {episodes} episodes"
+    return f"{summary['eval_mode']} {result} over {summary['eval_episodes']} episodes"
 
 
 def evaluate_run(given):
-    """Evaluates a saved run: writes its eval.json and a video, nothing else; returns the exit status."""
+    """Evaluates a saved run: writes its eval.json and a video, nothing else."""
     args, state = load_run(given.eval)
     names = "eval_episodes eval_mode eval_consecutive_episodes".split()
     args = dataclasses.replace(args, **{name: getattr(given, name) for name in names})
@@ -1699,30 +1564,26 @@ def evaluate_run(given):
     summary = assess(args, state, video)
     write_json(run_dir / "eval.json", summary)
     print(f"video: {video}\n{describe(summary)}")
-    return 0
 
 
 def main(args):
     """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
+    if args.list_envs:
+        print("\n".join(f"{e.env_id:40} {e.width}x{e.height}, {e.max_steps} steps" for e in ENVIRONMENTS.values()))
+        return
     stop = StopSignals()  # training ends after the chunk that is running
     numbers = () if args.eval else (signal.SIGINT, signal.SIGTERM)
     handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
     try:
-        if args.list_envs:
-            print("\n".join(f"{e.env_id:40} {e.width}x{e.height}, {e.max_steps} steps" for e in ENVIRONMENTS.values()))
-            status = 0
-        else:
-            with tempfile.TemporaryDirectory() as scratch:
-                args = join_processes(args, scratch) if args.distributed else args
-                status = evaluate_run(args) if args.eval else train(args, stop)
+        with tempfile.TemporaryDirectory() as scratch:
+            args = join_processes(args, scratch) if args.distributed else args
+            evaluate_run(args) if args.eval else train(args, stop)
     except (UsageError, RunError, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        status = getattr(error, "exit_status", 1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if status:
-        sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts t
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -50,9 +49,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image, ImageDraw
-from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
@@ -77,7 +76,8 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices over which the environments are sharded"""
+    """devices over which the environments are sharded (a CPU shows as N of them with
+    XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
     exp_name: str = SCRIPT
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
@@ -152,33 +152,29 @@ class Args:
 
     def __post_init__(self):
         """Fills in what follows from other arguments; raises UsageError with a message a person can act on."""
-        shares = max(1, self.num_devices)
-        divisors = [n for n in range(1, self.batch_size // 2048 + 1) if self.batch_size % (n * shares) == 0]
-        follow = {"total_timesteps": max(2_000_000, 45 * self.batch_size), "num_minibatches": max(divisors, default=1)}
-        for name, number in follow.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, number)
-        counts = "num_seeds num_devices num_envs num_steps total_timesteps num_minibatches update_epochs eval_episodes"
-        for name in f"{counts} log_interval checkpoint_interval video_interval".split():
-            _check(getattr(self, name) >= 1, f"--{name} must be at least 1, not {getattr(self, name)}")
+        for name, kind in Args.__annotations__.items():
+            value, low = getattr(self, name), 1 if kind in (int, int | None) and name != "seed" else 0
+            _check(isinstance(value, kind | int), f"--{name} is of the wrong type")
+            if isinstance(value, int | float):
+                _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
         for name in "learning_rate reward_scale max_grad_norm adam_eps".split():
-            _check(0 < getattr(self, name) < math.inf, f"--{name} must be a positive number, not {getattr(self, name)}")
-        for name in "clip_coef ent_coef vf_coef".split():
-            _check(0 <= getattr(self, name) < math.inf, f"--{name} must not be negative, is {getattr(self, name)}")
-        for name in "gamma gae_lambda".split():
-            _check(0 <= getattr(self, name) <= 1, f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+            _check(getattr(self, name) > 0, f"--{name} must be positive")
+        _check(max(self.gamma, self.gae_lambda) <= 1, "--gamma and --gae_lambda must not be more than 1")
+        shards, batch = self.num_devices, self.batch_size
+        divisors = [n for n in range(1, batch // 2048 + 1) if batch % (n * shards) == 0]
+        follow = {"total_timesteps": max(2_000_000, 45 * batch), "num_minibatches": max(divisors, default=1)}
+        for name, number in follow.items():
+            object.__setattr__(self, name, getattr(self, name) or number)
         _check(self.env_id == "CartPoleSwingUp-v0", f"--env_id must be CartPoleSwingUp-v0, not {self.env_id}")
         _check(self.start in STARTS, f"--start must be one of {STARTS}, not {self.start}")
-        _check(1 <= self.train_episode_steps <= 500, "--train_episode_steps must lie in [1, 500]")
-        _check(0 <= self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
-        _check(self.target_kl is None or self.target_kl > 0, f"--target_kl must be positive, not {self.target_kl}")
+        _check(self.train_episode_steps <= 500, "--train_episode_steps must not be more than 500")
+        _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
         _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
-        devices, batch, minibatches = self.num_devices, self.batch_size, self.num_minibatches
-        _check(self.num_envs % devices == 0, f"--num_devices {devices} must divide --num_envs {self.num_envs}")
-        share = batch // devices
-        _check(share % minibatches == 0, f"--num_minibatches {minibatches} must divide a device's batch, {share} steps")
-        _check(batch <= self.total_timesteps, f"--total_timesteps {self.total_timesteps} is less than a batch, {batch}")
+        _check(self.num_envs % shards == 0, f"--num_devices must divide --num_envs {self.num_envs}")
+        share = batch // shards
+        _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's batch, {share} steps")
+        _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {batch} steps")
 
     @property
     def batch_size(self) -> int:
@@ -194,12 +190,10 @@ class Args:
 class UsageError(ValueError):
     """Arguments that cannot work, with a message for the user."""
 
-    exit_status = 2
 
-
-def _check(condition, message):
+def _check(condition, message, error=UsageError):
     if not condition:
-        raise UsageError(re.sub(r"--\w+", lambda flag: flag[0].replace("_", "-"), message))
+        raise error(re.sub(r"(^| )--\w+", lambda flag: flag[0].replace("_", "-"), message))
 
 
 # ======================================================================================================================
@@ -318,11 +312,9 @@ def mlp(params, x):
 def init_params(key, env):
     """Separate actor and critic, and the logarithm of the actions' standard deviation; a dict."""
     actor_key, critic_key = jax.random.split(key)
-    return {
-        "actor": init_mlp(actor_key, (env.obs_size, 128, 128, 1), head_gain=0.01),
-        "critic": init_mlp(critic_key, (env.obs_size, 128, 128, 1), head_gain=1.0),
-        "log_std": jnp.float32(-0.5),
-    }
+    actor = init_mlp(actor_key, (env.obs_size, 128, 128, 1), head_gain=0.01)
+    critic = init_mlp(critic_key, (env.obs_size, 128, 128, 1), head_gain=1.0)
+    return {"actor": actor, "critic": critic, "log_std": jnp.float32(-0.5)}
 
 
 def policy(params, obs):
@@ -394,10 +386,8 @@ def adam_update(grads, state, params, learning_rate, eps, max_grad_norm, beta1=0
     m = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * (g * scale), state.m, grads)
     v = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (g * scale) ** 2, state.v, grads)
     m_scale, v_scale = 1 / (1 - beta1**count), 1 / (1 - beta2**count)
-    params = jax.tree.map(
-        lambda p, m, v: p - learning_rate * (m * m_scale) / (jnp.sqrt(v * v_scale) + eps), params, m, v
-    )
-    return params, AdamState(m, v, count), norm
+    step = lambda p, m, v: p - learning_rate * (m * m_scale) / (jnp.sqrt(v * v_scale) + eps)
+    return jax.tree.map(step, params, m, v), AdamState(m, v, count), norm
 
 
 # ======================================================================================================================
@@ -470,17 +460,14 @@ def rollout(args, env, params, env_state, episodes, key):
 
 def trajectory_values(env, params, trajectory):
     """Values [T, N] of the observations and of their true successors, also where an episode was truncated."""
-    num_steps, _, num_envs = trajectory.obs.shape
-    last_obs = trajectory.next_obs[-1:]
-    obs = jnp.concatenate([trajectory.obs, last_obs]).swapaxes(0, 1)  # [O, T + 1, N]
-    values = value(params, obs.reshape(obs.shape[0], -1)).reshape(num_steps + 1, num_envs)
+    obs = jnp.concatenate([trajectory.obs, trajectory.next_obs[-1:]]).swapaxes(0, 1)  # [O, T + 1, N]
+    values = value(params, obs.reshape(len(obs), -1)).reshape(obs.shape[1:])
     next_values = values[1:]
     # An environment is truncated at most once in max_episode_steps steps: gather that one observation and value it.
-    for start in range(0, num_steps, env.max_episode_steps):
+    for start in range(0, len(next_values), env.max_episode_steps):
         window = slice(start, start + env.max_episode_steps)
         truncated = trajectory.truncated[window]
-        index = truncated.argmax(0)[None, None]
-        final_obs = jnp.take_along_axis(trajectory.next_obs[window], index, axis=0)[0]
+        final_obs = jnp.take_along_axis(trajectory.next_obs[window], truncated.argmax(0)[None, None], axis=0)[0]
         final_values = jnp.where(truncated, value(params, final_obs), next_values[window])
         next_values = next_values.at[window].set(final_values)
     return values[:-1], next_values
@@ -532,9 +519,8 @@ def ppo_loss(params, batch, args):
 
 def normalize(advantage):
     """Advantages [M] of a minibatch with mean 0 and standard deviation 1 over all devices."""
-    mean = jax.lax.pmean(advantage.mean(), AXIS)
-    variance = jax.lax.pmean(((advantage - mean) ** 2).mean(), AXIS)
-    return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+    everywhere = jax.lax.all_gather(advantage, AXIS)
+    return (advantage - everywhere.mean()) / (everywhere.std() + 1e-8)
 
 
 def loss_gradient(params, batch, args):
@@ -542,11 +528,8 @@ def loss_gradient(params, batch, args):
     gradient = lambda block: jax.grad(ppo_loss, has_aux=True)(params, block, args)[::-1]
     size = batch.action.size
     num_blocks = max(n for n in range(1, size // 4096 + 2) if size % n == 0) if jax.default_backend() == "cpu" else 1
-    blocks = jax.tree.map(lambda x: x.reshape(*x.shape[:-1], num_blocks, -1), batch)
-    total = jax.eval_shape(gradient, jax.tree.map(lambda x: x[..., 0, :], blocks))
-    add = lambda i, total: jax.tree.map(jnp.add, total, gradient(jax.tree.map(lambda x: x[..., i, :], blocks)))
-    total = jax.lax.fori_loop(0, num_blocks, add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), total))
-    return jax.tree.map(lambda x: x / num_blocks, total)
+    blocks = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], num_blocks, -1), -2, 0), batch)
+    return jax.tree.map(lambda x: x.mean(0), jax.lax.map(gradient, blocks))
 
 
 def random_permutation(key, n):
@@ -604,9 +587,8 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
         return (*new, active), (metrics, was_active)
 
-    carry = (params, opt_state, jnp.bool_(True))
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, carry, keys)
+    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, (params, opt_state, jnp.bool_(True)), keys)
     return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
 
 
@@ -622,7 +604,7 @@ class TrainState(NamedTuple):
     opt_state: AdamState
     env_state: jax.Array  # [K, 4, N]
     episodes: Episodes  # of [K, N]
-    key: jax.Array  # [K]
+    key: jax.Array  # [K, 2], a PRNG key's data: a checkpoint is plain arrays
     update: jax.Array  # [K], updates done
 
 
@@ -632,7 +614,7 @@ def seed_keys(args):
 
 
 # Runs once: compiling it quickly matters more than running it fast.
-@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+@jax.jit(static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def init_train_state(args, key):
     """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`."""
     env = make_env(args)
@@ -643,7 +625,7 @@ def init_train_state(args, key):
         env_state = env.reset(reset_key, (args.num_envs,))
         zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
         episodes = Episodes(zeros, zeros.astype(jnp.int32), none, none)
-        return TrainState(params, adam_init(params), env_state, episodes, key, jnp.int32(0))
+        return TrainState(params, adam_init(params), env_state, episodes, jax.random.key_data(key), jnp.int32(0))
 
     return jax.lax.map(init, key)  # not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool
 
@@ -651,7 +633,7 @@ def init_train_state(args, key):
 def update(args, state):
     """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
     env = dataclasses.replace(make_env(args), max_episode_steps=args.train_episode_steps)
-    key, rollout_key, epochs_key = jax.random.split(state.key, 3)
+    key, rollout_key, epochs_key = jax.random.split(jax.random.wrap_key_data(state.key), 3)
     device = jax.lax.axis_index(AXIS)
     rollout_key, epochs_key = (jax.random.fold_in(k, device) for k in (rollout_key, epochs_key))
     env_state, episodes, traj = rollout(args, env, state.params, state.env_state, state.episodes, rollout_key)
@@ -670,7 +652,7 @@ def update(args, state):
         "charts/episodic_return": jnp.nanmean(all_devices(episodes.last_ret)),  # NaN before the first episode ends
         "charts/episodic_length": jnp.nanmean(all_devices(episodes.last_length)),
     }
-    return TrainState(params, opt_state, env_state, episodes, key, state.update + 1), metrics
+    return TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), state.update + 1), metrics
 
 
 def over_seeds(function):
@@ -682,24 +664,22 @@ def over_seeds(function):
 def make_mesh(args):
     """`num_devices` devices of every process, in the order of the processes."""
     devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
-    return Mesh(np.array(devices).ravel(), (AXIS,))
+    return jax.sharding.Mesh(np.array(devices).ravel(), (AXIS,))
 
 
-def state_specs():
-    """How a `TrainState` is laid out over the mesh: the last axis, N, of what belongs to the environments."""
-    replicated = TrainState(*[PartitionSpec()] * len(TrainState._fields))
-    return replicated._replace(env_state=PartitionSpec(None, None, AXIS), episodes=PartitionSpec(None, AXIS))
+# How a `TrainState` is laid out over the mesh: the last axis, N, of what belongs to the environments.
+STATE_SPECS = TrainState(*[jax.P()] * 6)._replace(env_state=jax.P(None, None, AXIS), episodes=jax.P(None, AXIS))
 
 
 def shard_state(args, state):
     """Spreads a `TrainState` over the mesh."""
-    return jax.device_put(state, jax.tree.map(functools.partial(NamedSharding, make_mesh(args)), state_specs()))
+    return jax.device_put(state, jax.tree.map(lambda spec: jax.NamedSharding(make_mesh(args), spec), STATE_SPECS))
 
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    specs, step = state_specs(), over_seeds(functools.partial(update, args))
-    layout = dict(mesh=make_mesh(args), in_specs=(specs,), out_specs=(specs, PartitionSpec()))
+    step = over_seeds(lambda state: update(args, state))
+    layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
     # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
     return jax.jit(jax.shard_map(step, **layout, check_vma=False))
 
@@ -720,7 +700,7 @@ def make_train_chunk(args):
 # ======================================================================================================================
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def evaluate(args, params, key):
     """Plays one greedy episode in each of E fresh environments per agent and kind of start.
 
@@ -740,8 +720,8 @@ def evaluate(args, params, key):
             state = jnp.where(running, next_state, state)
             return (state, ret + reward * running, length + running, running & ~terminated), state
 
-        zeros, ones = jnp.zeros(first.shape[-1]), jnp.ones(first.shape[-1], bool)
-        carry = first, zeros, zeros.astype(jnp.int32), ones
+        zeros = jnp.zeros(first.shape[-1])
+        carry = first, zeros, zeros.astype(jnp.int32), zeros == 0
         (_, ret, length, _), states = jax.lax.scan(step, carry, length=env.max_episode_steps)
         by_start = lambda x: x.reshape(*x.shape[:-1], len(STARTS), -1)
         states = jnp.concatenate([first[None], states])
@@ -769,17 +749,14 @@ def summarize_evaluation(args, evaluation):
         "eval_length_mean": lengths.mean(axis).tolist(),
         "success_rate": {start: success.mean(axis).tolist() for start, success in zip(STARTS, successes)},
     }
-    interval = bootstrap_interval(returns.mean(1))
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": "greedy", "eval_return_ci95": interval}
-    return overall | statistics(None) | {"per_seed": statistics(1)}
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": "greedy"} | statistics(None)
+    return overall | {"eval_return_ci95": bootstrap_interval(returns.mean(1)), "per_seed": statistics(1)}
 
 
 def bootstrap_interval(values, samples=10_000):
     """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
-    if len(values) < 2:
-        return None
-    index = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
-    return np.percentile(values[index].mean(1), [2.5, 97.5]).tolist()
+    means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
+    return np.percentile(means, [2.5, 97.5]).tolist() if len(values) > 1 else None
 
 
 def record_video(args, path, evaluation):
@@ -788,11 +765,10 @@ def record_video(args, path, evaluation):
     env = make_env(args)
     _, lengths, _, states = (np.asarray(x[0]) for x in evaluation)
     panels = [(0, 0), (1, 0), (0, min(1, args.eval_episodes - 1))]  # (start, episode): random, hanging, random
-    num_frames = max(lengths[panel] for panel in panels) + 1
     spacer = np.full((300, 20, 3), 255, np.uint8)
     with warnings.catch_warnings(), imageio.get_writer(path, fps=round(1 / env.tau), macro_block_size=2) as writer:
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks; this one runs ffmpeg and nothing of JAX
-        for state in states[:num_frames]:  # [4, S, 2]
+        for state in states[: max(lengths[panel] for panel in panels) + 1]:  # [4, S, 2]
             left, middle, right = (env.render(state[:, start, episode], 400, 300) for start, episode in panels)
             writer.append_data(np.hstack([left, spacer, middle, spacer, right]))
 
@@ -808,15 +784,9 @@ class RunError(Exception):
     """A failure with a message for the user."""
 
 
-def is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def flatten_state(state):
-    """{tree path: array} of a `TrainState`, in the order of its leaves; PRNG keys as their data."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {name: jax.random.key_data(x) if is_key(x) else x for name, (_, x) in zip(names, leaves)}
+    """{tree path: array} of a `TrainState`, in the order of its leaves."""
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(state)}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -836,30 +806,22 @@ def save_checkpoint(run_dir, state, num_kept=3):
 def load_checkpoint(run_dir, template):
     """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
     path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
-    if path is None:
-        raise RunError(f"{run_dir} holds no checkpoint")
+    _check(path, f"{run_dir} holds no checkpoint", RunError)
     expected = flatten_state(template)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}  # reading checks the CRC
+        arrays = dict(np.load(path, allow_pickle=False))  # reading checks the CRC
     except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    if arrays.pop("script", None) != SCRIPT or form(arrays) != form(expected):
-        raise RunError(f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments")
-    leaves, structure = jax.tree.flatten(template)
-    restore = lambda name, like: (jax.random.wrap_key_data if is_key(like) else jnp.asarray)(arrays[name])
-    return jax.tree.unflatten(structure, map(restore, expected, leaves))
+    fits = arrays.pop("script", None) == SCRIPT and form(arrays) == form(expected)
+    _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
+    return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
 
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises RunError."""
     try:
-        args = Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
-        for field in dataclasses.fields(Args):
-            types = (int, float) if field.type is float else field.type
-            _check(isinstance(getattr(args, field.name), types), f"--{field.name} is of the wrong type")
-        return args
+        return Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
 
@@ -876,13 +838,10 @@ RENEWABLE += "num_devices track wandb_project resume eval total_timesteps".split
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    default, changes = vars(Args()), {}
-    for name, new in vars(given).items():
-        old = getattr(saved, name)
-        if new not in (default[name], old):
-            renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
-            _check(renewable, f"--{name} {new}: this run has {old}, which cannot change")
-            changes[name] = new
+    changes = dict(vars(given).items() - vars(Args()).items() - vars(saved).items())
+    for name, new in sorted(changes.items()):
+        renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
+        _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
     return dataclasses.replace(saved, **changes)
 
 
@@ -901,23 +860,18 @@ class Logger:
         folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
         table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        start, step = SessionLog(status=SessionLog.START), update * args.batch_size
         for writer in self.writers:
-            self.write(writer, update, summary=text_pb("hyperparameters", table))
-            if update:  # readers drop what an interrupted run had logged after this step
-                self.write(writer, update, session_log=start)
-        self.seconds, self.clock = 0.0, time.perf_counter()  # of training up to the last pause, start of the next part
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
+            # Readers drop what an interrupted run had logged after this step.
+            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training: its steps per second
 
-    def write(self, writer, update, **content):
-        step = update * self.args.batch_size + ("session_log" in content)
-        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
-
-    def log(self, update, metrics):
-        """Writes {tag: [K]} at an update; values that are not finite are left out."""
+    def log(self, step, metrics):
+        """Writes {tag: [K]} at a step; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            finite = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
-            values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in finite.items()]
-            self.write(writer, update, summary=summary_pb2.Summary(value=values))
+            values = [Summary.Value(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def log_pending(self):
@@ -927,34 +881,30 @@ class Logger:
         (update, metrics), self.pending = self.pending, None
         metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
         step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
-        sps = self.sps(update, self.seconds + time.perf_counter() - self.clock)
-        self.log(update, {**metrics, "charts/SPS": np.full(self.args.num_seeds, sps)})
+        self.seconds = time.perf_counter() - self.start
+        self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
+        self.log(step, {**metrics, "charts/SPS": np.full(self.args.num_seeds, self.sps)})
         returns = metrics["charts/episodic_return"]
         score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
-        left = (total - step) * self.args.num_seeds / sps
-        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {sps:,.0f} SPS, {left:.0f} s left"
+        left = (total - step) * self.args.num_seeds / self.sps
+        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {self.sps:,.0f} SPS, {left:.0f} s left"
         print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
         for k in np.flatnonzero(self.finite & ~np.isfinite(metrics["losses/grad_norm"])):
             self.finite[k] = False
             message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            if not self.finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            _check(self.finite.any(), f"{message}, no seed is left; a smaller --learning-rate may help", RunError)
             print(f"error: {message}; the others go on", file=sys.stderr)
-
-    def sps(self, update, seconds):
-        """Steps of all agents per second of training, since the start or the resumption; None before the first."""
-        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
-        return steps / seconds if steps else None
 
     @contextlib.contextmanager
     def paused(self):
         """Logs what is pending and stops the clock for whatever is not training."""
         self.log_pending()
-        self.seconds += time.perf_counter() - self.clock
+        begin = time.perf_counter()
         yield
-        self.clock = time.perf_counter()
+        self.start += time.perf_counter() - begin
 
     def close(self):
+        jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
         if self.is_terminal:
@@ -979,9 +929,8 @@ def open_run(args):
     if args.resume:
         run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
     _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    devices = f"{jax.local_device_count()} (a CPU shows N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-    if args.num_devices > jax.local_device_count():
-        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {devices}")
+    devices = jax.local_device_count()
+    _check(args.num_devices <= devices, f"--num-devices {args.num_devices}: JAX sees {devices}, see --help")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
@@ -990,7 +939,7 @@ def open_run(args):
 
 
 def train(args, stop):
-    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`; returns the exit status."""
+    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
     args, run_dir, video_dir = open_run(args)
     start = time.perf_counter()
     state = init_train_state(args, seed_keys(args))
@@ -1002,10 +951,9 @@ def train(args, stop):
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     done = int(state.update[0])
-    logger = Logger(args, run_dir, done)
     intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
     video = lambda: video_dir / f"step_{done * args.batch_size}.{VIDEO_FORMAT}"
-    try:
+    with contextlib.closing(Logger(args, run_dir, done)) as logger:
         while done < args.num_updates and not stop:
             target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
             state, metrics = train_chunk(state, jnp.int32(target - done))
@@ -1017,39 +965,33 @@ def train(args, stop):
             if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
                 with logger.paused():
                     scores = assess(args, state, video())["per_seed"]
-                    logger.log(done, {"eval/episodic_return": scores["eval_return_mean"]})
+                    logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
         with logger.paused():
             save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
-        names = "env_id seed num_seeds num_envs num_steps num_devices".split()
-        summary = {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
-        summary |= {name: getattr(args, name) for name in names} | {"total_timesteps": done * args.batch_size}
-        summary |= {"sps": logger.sps(done, logger.seconds), "train_seconds": logger.seconds}
+        summary = vars(args) | {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
+        summary |= {"total_timesteps": done * args.batch_size, "train_seconds": logger.seconds, "sps": logger.sps}
         summary |= {"compile_seconds": compile_seconds, "jax_version": jax.__version__}
         summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
         summary["failed_seeds"] = (args.seed + np.flatnonzero(~logger.finite)).tolist()
         if not interrupted:
             summary |= assess(args, state, video())
-            logger.log(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+            logger.log(done * args.batch_size, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
         summary["wall_seconds"] = time.time() - PROCESS_START
         write_json(run_dir / "summary.json", summary)
-    finally:
-        logger.close()
     if interrupted:
         print(f"interrupted at update {done}; go on with: python {sys.argv[0]} --resume {run_dir}")
-        return 128 + stop[0]
+        sys.exit(128 + stop[0])
     print(f"run: {run_dir}\nvideo: {video()}\n{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
-    return 0
 
 
 def describe(summary):
-    rates = ", ".join(f"{rate:.1%} from {start}" for start, rate in summary["success_rate"].items())
-    score = f"greedy return {summary['eval_return_mean']:.1f} over {summary['eval_episodes']} episodes"
-    return f"{score}, success {rates} start"
+    rates = ", ".join(f"{rate:.1%} from {start} start" for start, rate in summary["success_rate"].items())
+    return f"greedy return {summary['eval_return_mean']:.1f} over {summary['eval_episodes']} episodes, success {rates}"
 
 
 def evaluate_run(given):
-    """Evaluates a saved run: writes its eval.json and a video, nothing else; returns the exit status."""
+    """Evaluates a saved run: writes its eval.json and a video, nothing else."""
     args, state = load_run(given.eval)
     args = dataclasses.replace(args, eval_episodes=given.eval_episodes)
     run_dir = pathlib.Path(given.eval)
@@ -1057,7 +999,6 @@ def evaluate_run(given):
     summary = assess(args, state, video)
     write_json(run_dir / "eval.json", summary)
     print(f"video: {video}\n{describe(summary)}")
-    return 0
 
 
 def main(args):
@@ -1066,15 +1007,13 @@ def main(args):
     numbers = () if args.eval else (signal.SIGINT, signal.SIGTERM)
     handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
     try:
-        status = evaluate_run(args) if args.eval else train(args, stop)
+        evaluate_run(args) if args.eval else train(args, stop)
     except (UsageError, RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        status = getattr(error, "exit_status", 1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if status:
-        sys.exit(status)
 
 
 if __name__ == "__main__":

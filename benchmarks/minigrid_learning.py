@@ -65,7 +65,7 @@ def farama_success(args, params, seed=0, side_by_side=128):
 
     @jax.jit
     def act(image, direction, memory, uniform):
-        inputs = script.Inputs(image, direction, memory.action, memory.reward, jnp.zeros(side_by_side, bool))
+        inputs = script.Inputs(image, direction, memory.action, memory.reward)
         inputs = jax.tree.map(lambda x: x[None], inputs)
         dist, _, hidden = (x[0] for x in script.forward(args, env, params, inputs, memory.hidden))
         sampled = args.eval_mode == "sampled"

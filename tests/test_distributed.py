@@ -118,9 +118,9 @@ def test_stopped_and_resumed_together(script, together, tmp_path):
 
 
 @having("join_processes")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_process_ends_the_other(script, victim, tmp_path):
-    """With an error within two minutes; the checkpoint stays."""
+def test_killed_process_ends_the_other(script, tmp_path):
+    """With an error within two minutes; the checkpoint stays. What they have in common is the same in both scripts."""
+    victim = ["ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax"].index(script.__name__)  # the coordinator or another
     steps = 1000 * QUICK[script.__name__]["total_timesteps"]
     processes = start_two(script, tmp_path, total_timesteps=steps)
     wait_for_checkpoint(processes, tmp_path / "process_0")

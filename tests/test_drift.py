@@ -32,7 +32,6 @@ DIFFERENT = {
     "update": "scaled rewards, recurrence, a pool for all agents",
     "flatten_state": "arrays that are spread over processes",
     "shard_state": "one process or several",
-    "state_specs": "which axis holds the environments",
     "make_train_step": "a pool of emulators outside of the program",
     "make_train_chunk": "a pool of emulators outside of the program",
     "evaluate": "kinds of start and success, recurrence",

@@ -44,7 +44,7 @@ def test_replay_reproduces_the_rollout(monkeypatch, options):
     assert done.any(0).all()
     logits, values, hidden = script.forward(args, env, params, trajectory.inputs, memory.hidden)
     np.testing.assert_allclose(values, trajectory.value, atol=2e-5)
-    np.testing.assert_allclose(hidden, trajectory.memory.hidden, atol=2e-5)
+    np.testing.assert_allclose(hidden, trajectory.successor[1].hidden, atol=2e-5)
     np.testing.assert_allclose(script.action_logprob(logits, trajectory.action), trajectory.logprob, atol=2e-5)
     # whole environments in another order are the same sequences
     some = np.array([5, 2, 11])
@@ -62,15 +62,15 @@ def test_memory_across_episode_ends(monkeypatch, reset):
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
     env, params, _, trajectory = roll(args)
     inputs, done = trajectory.inputs, np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
-    before, after = np.asarray(trajectory.memory.action)[:-1], np.asarray(inputs.action)[1:]
+    before, after = np.asarray(trajectory.successor[1].action)[:-1], np.asarray(inputs.action)[1:]
     assert (after[~done] == before[~done]).all()
     assert (after[done] == (env.num_actions if reset else before[done])).all()
     assert (np.asarray(inputs.reward)[1:][done] == (0 if reset else np.asarray(trajectory.reward)[:-1][done])).all()
-    assert (np.asarray(inputs.start)[1:] == (done & reset)).all() and not inputs.start[0].any()
+    assert ((np.asarray(inputs.action) == env.num_actions)[1:] == (done & reset)).all()
     # a first step of an episode gives what a fresh memory gives, only with resets
     t, n = np.argwhere(done)[0] + (1, 0)
     first = jax.tree.map(lambda x: x[t : t + 1, n : n + 1], inputs)
-    fresh = script.forward(args, env, params, first, jnp.zeros_like(trajectory.memory.hidden[0, :1]))[1][0, 0]
+    fresh = script.forward(args, env, params, first, jnp.zeros_like(trajectory.successor[1].hidden[0, :1]))[1][0, 0]
     assert (abs(fresh - trajectory.value[t, n]) < 1e-5) == reset
 
 
@@ -98,7 +98,7 @@ def test_successor_values_against_brute_force(monkeypatch, reset):
     def value_after(env_state, memory):  # of all environments, without any reset
         return script.forward(args, env, params, script.see(args, env, env_state, memory), memory.hidden)[1][0]
 
-    expected = np.asarray(jax.vmap(value_after)(trajectory.next_state, trajectory.memory))
+    expected = np.asarray(jax.vmap(value_after)(*trajectory.successor))
     terminated = np.asarray(trajectory.terminated)  # these have no successor
     np.testing.assert_allclose(next_values[~terminated], expected[~terminated], atol=2e-5)
     truncated = np.asarray(trajectory.truncated)[:-1]
@@ -109,7 +109,7 @@ def test_successor_values_against_brute_force(monkeypatch, reset):
 def test_truncation_follows_the_step_count(monkeypatch):
     env = short_env(monkeypatch)
     _, _, _, trajectory = roll(script.Args(env_id="Empty-5x5", **SMALL))
-    count = np.asarray(trajectory.next_state.step_count)
+    count = np.asarray(trajectory.successor[0].step_count)
     assert ((count == env.max_steps) == np.asarray(trajectory.truncated)).all() and count.max() == env.max_steps
     done = np.asarray(trajectory.terminated | trajectory.truncated)
     assert (count[1:][done[:-1]] == 1).all()
