@@ -2,6 +2,7 @@
 
     python benchmarks/sps.py                       # every script with its own defaults and the reference settings
     python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (see requirements.txt)
+    python benchmarks/sps.py --compare --purejaxrl FOLDER    # and PureJaxRL, in a clone of its repository
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
     python benchmarks/sps.py --env-only            # MiniGrid's environments alone, beside xminigrid; also: --stack
     python benchmarks/sps.py --atari               # Atari: emulators alone, network alone, the whole
@@ -22,6 +23,7 @@ import platform
 import statistics
 import sys
 import time
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -265,6 +267,32 @@ def rejax_ppo():
     return run, facts
 
 
+def purejaxrl_ppo(folder):
+    """PureJaxRL is in no package index; of its imports brax and navix serve other environments than CartPole."""
+    for name in "brax brax.envs brax.envs.wrappers brax.envs.wrappers.training navix".split():
+        sys.modules[name] = unittest.mock.MagicMock()
+    sys.path.insert(0, str(folder / "purejaxrl"))
+    import ppo
+
+    iterations = 20
+    config = dict(
+        LR=2.5e-4, NUM_ENVS=64, NUM_STEPS=128, TOTAL_TIMESTEPS=iterations * 64 * 128, UPDATE_EPOCHS=4,
+        NUM_MINIBATCHES=4, GAMMA=0.99, GAE_LAMBDA=0.95, CLIP_EPS=0.2, ENT_COEF=0.01, VF_COEF=0.5, MAX_GRAD_NORM=0.5,
+        ACTIVATION="tanh", ENV_NAME="CartPole-v1", ANNEAL_LR=False, DEBUG=False,
+    )  # fmt: skip
+    start = time.perf_counter()
+    train = jax.jit(ppo.make_train(config)).lower(jax.random.key(0)).compile()
+    facts = {"compile_seconds": time.perf_counter() - start}
+
+    def run():
+        start = time.perf_counter()
+        jax.block_until_ready(train(jax.random.key(0)))
+        return iterations * 64 * 128 / (time.perf_counter() - start)
+
+    run()
+    return run, facts
+
+
 def sb3_like(library):
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -297,6 +325,8 @@ def candidates(choice):
     if choice.compare:
         yield "ppo_cartpole_jax", lambda: ours("ppo_cartpole_jax", **REFERENCE["ppo_cartpole_jax"])
         yield "rejax", rejax_ppo
+        if choice.purejaxrl:
+            yield "purejaxrl", lambda: purejaxrl_ppo(choice.purejaxrl)
         yield "sbx", lambda: sb3_like("sbx")
         yield "stable-baselines3", lambda: sb3_like("stable_baselines3")
     elif choice.env_only:
@@ -337,6 +367,7 @@ def candidates(choice):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", action="store_true", help="measure the peers beside ppo_cartpole_jax")
+    parser.add_argument("--purejaxrl", type=pathlib.Path, help="with --compare: a clone of PureJaxRL's repository")
     parser.add_argument("--env-only", action="store_true", help="MiniGrid without training, beside xminigrid")
     parser.add_argument("--stack", action="store_true", help="with --env-only: keep all observations in one array")
     parser.add_argument("--atari", action="store_true", help="measure what an Atari step's time consists of")
