@@ -44,7 +44,7 @@ RUNS = {
     "Unlock": dict(total_timesteps=1_000_000),
     "UnlockPickup": dict(total_timesteps=6_000_000),
     "FourRooms": dict(total_timesteps=5_000_000),
-    "MemoryS9": dict(MEMORY, total_timesteps=2_000_000),
+    "MemoryS9": dict(MEMORY, total_timesteps=4_000_000),
     "MemoryS13": dict(MEMORY, total_timesteps=8_000_000),
 }
 
