@@ -270,6 +270,17 @@ def test_folder_that_is_no_run(script, use, tmp_path, capsys):
         assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("changed", [{"num_steps": "8"}, {"num_steps": 8.0}, {"anneal_lr": "no"}, {"exp_name": None}])
+def test_values_of_the_wrong_type(script, changed, run_copy):
+    """Refused from Python and in a saved args.json."""
+    with pytest.raises(script.UsageError, match="wrong type"):
+        quick_args(script, **changed)
+    saved = json.loads((run_copy / "args.json").read_text())
+    (run_copy / "args.json").write_text(json.dumps(saved | changed))
+    with pytest.raises(script.RunError, match="wrong type"):
+        script.load_args(run_copy)
+
+
 def test_whole_numbers_are_fine_where_fractions_are(script, run_copy):
     """JSON, like Python, tells 1 from 1.0; a run of `Args(vf_coef=1)` can be loaded."""
     saved = json.loads((run_copy / "args.json").read_text())

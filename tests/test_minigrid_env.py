@@ -313,7 +313,7 @@ def test_obstacles_move_as_in_farama(env_id):
         same_distribution([m.tobytes() for m in ours[:, :2]], [m.astype(np.int32).tobytes() for m in theirs[:, :2]])
         > 1e-5
     )
-    # `step` is the move with a fresh key and then the transition
+    # `step` is the move, drawn anew at every step, and then the transition
     state = jax.tree.map(jnp.asarray, our_levels(env_id, 8_000))
     state = jax.tree.map(lambda leaf: leaf[:256], state)
     after, _, _ = jax.vmap(env.step)(state, jnp.zeros(256, int))
