@@ -11,7 +11,8 @@
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --num-seeds 2   # two agents that share one pool of emulators
     python ppo_atari_envpool_xla_jax.py --resume runs/<run_name>   # go on after an interruption, with new games
 
-The defaults are those of CleanRL's Atari scripts; one step is one decision of the agent, four frames of the console.
+The defaults are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py; one step is one decision of the agent, four
+frames of the console. On two CPU cores ten million steps take about six hours.
 
 Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
@@ -20,7 +21,8 @@ the losses and of the statistics of advantages and episodes, GAE does not cross 
 
 EnvPool's XLA calls exist for CPUs and CUDA GPUs, not for TPUs. The pool is compiled into the program, and all devices
 of a process run the same program: more devices need more processes, one each (`--distributed`).
-Emulators cannot be saved: a resumed run goes on with the same parameters, optimiser, schedule and key, but new games.
+Emulators cannot be saved: a resumed run goes on with the same parameters, optimiser, schedule and key, but its games
+start anew, from the seeds of the first ones.
 
 Axes in shape comments: K seeds, T steps, N environments (in what runs on a device: its share), B = T * N batch,
 M minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
@@ -54,13 +56,11 @@ import numpy as np
 import optax
 import tyro
 from jax.experimental import multihost_utils
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
 SCRIPT = "ppo_atari_envpool_xla_jax"
-EVAL_MODES = ("greedy", "sampled")
 VIDEO_FORMAT = "mp4"
 AXIS = "devices"  # mesh axis over which the environments are sharded
 
@@ -82,7 +82,7 @@ class Args:
     num_devices: int = 1
     """always 1: a process steps one pool on one device; see distributed"""
     distributed: bool = False
-    """train with several processes that each run this command; the first one writes"""
+    """train with several processes that each run this command, also to --resume; the first one writes"""
     coordinator_address: str | None = None
     """address:port of the first process; JAX finds this and the next two by itself under SLURM and MPI"""
     num_processes: int | None = None
@@ -96,7 +96,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between two log entries, fewer where a checkpoint or video is due"""
+    """updates between two log entries, fewer updates where a checkpoint or video is due"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
@@ -111,7 +111,7 @@ class Args:
     resume: str | None = None
     """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
     eval: str | None = None
-    """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
+    """folder of a run to evaluate, with the evaluation flags given now, no others; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -160,27 +160,29 @@ class Args:
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Raises UsageError with a message a person can act on."""
+        """Raises UsageError with a message a person can act on. Whole numbers but the seed start at 1, others at 0."""
         for name, kind in Args.__annotations__.items():
             value, low = getattr(self, name), 1 if kind is int and name != "seed" else 0
-            _check(isinstance(value, kind | int), f"--{name} is of the wrong type")
+            _check(isinstance(value, kind | int if "float" in str(kind) else kind), f"--{name} is of the wrong type")
             if isinstance(value, int | float):
                 _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
         for name in "learning_rate max_grad_norm adam_eps".split():
             _check(getattr(self, name) > 0, f"--{name} must be positive")
         _check(max(self.gamma, self.gae_lambda) <= 1, "--gamma and --gae_lambda must not be more than 1")
-        _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
+        _check(self.eval_mode in ("greedy", "sampled"), f"--eval_mode must be greedy or sampled, not {self.eval_mode}")
         _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
+        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume or --eval: a folder")
         _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
         _check(self.num_devices == 1, f"--num_devices {self.num_devices}: start a process per device (--distributed)")
-        shards = self.num_processes or 1
-        _check(self.num_envs % shards == 0, f"--num_processes must divide --num_envs {self.num_envs}")
-        share = self.batch_size // shards
+        _check(self.distributed or self.num_processes is None, "--num_processes needs --distributed")
+        check_game(self.env_id)
+        if self.resume:
+            return  # `merge_args` checks the rest, given the flags of the saved run
+        _check(self.num_envs % (self.num_processes or 1) == 0, "--num_processes must divide --num_envs")
+        share = self.batch_size // (self.num_processes or 1)
         _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's batch, {share} steps")
         _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {self.batch_size} steps")
-        check_game(self.env_id)
 
     @property
     def batch_size(self) -> int:
@@ -218,21 +220,21 @@ def check_game(env_id):
     _check(env_id in games, f"--env_id {env_id} is not one of EnvPool's {len(games)} games; near it: {near or games}")
 
 
-def make_pool(args, seeds, training, **options):
-    """EnvPool's emulators, one per seed, which run until the pool is deleted: it must outlive all that steps it.
+def make_pool(args, seeds, training=False, **options):
+    """EnvPool's emulators, one for each of `seeds`. The pool must outlive all that steps it.
+
+    `training` ends an episode with each life and clips rewards; `options` go to EnvPool, except for these two.
 
     | what        | value                                                                                           |
     | ----------- | ----------------------------------------------------------------------------------------------- |
     | observation | uint8 [4, 84, 84]: the last four observed frames, grey, oldest first                            |
     | action      | one of the game's own, held for four frames; the last two of them are observed as their maximum |
-    | reward      | change of the score, its sign with `reward_clip`; always unclipped in info["reward"]            |
-    | terminated  | game over, or with `episodic_life` a life lost; info["terminated"] tells games from lives       |
-    | truncated   | after `max_episode_steps` of a game (then not terminated)                                       |
-    | start       | after a game, or a life with `episodic_life`: up to 30 no-ops, then FIRE where the game has it  |
+    | reward      | change of the score, in training its sign; always unclipped in info["reward"]                   |
+    | terminated  | game over, in training also a life lost; info["terminated"] tells games from lives              |
+    | truncated   | after `max_episode_steps` of a game (then not terminated, even if the game is over)             |
+    | start       | after a game, in training after a life: up to 30 no-ops, then FIRE where the game has it        |
     """
-    backend = jax.default_backend()
-    message = f"EnvPool's XLA calls run on CPUs and CUDA GPUs, not on {backend}: set JAX_PLATFORMS=cpu"
-    _check(backend in ("cpu", "gpu"), message, RunError)
+    _check(jax.default_backend() in ("cpu", "gpu"), "EnvPool needs a CPU or CUDA GPU: set JAX_PLATFORMS=cpu", RunError)
     import envpool
 
     options = {"stack_num": 4, "frame_skip": 4, "noop_max": 30, "use_fire_reset": True} | options
@@ -241,20 +243,22 @@ def make_pool(args, seeds, training, **options):
 
 
 def env_seeds(args, num_envs, *purpose):
-    """Seeds [K, num_envs] of emulators: an agent gets those that it would get if trained alone."""
+    """Seeds [K, num_envs] of emulators: an agent gets those that it would get if trained alone.
+
+    With a `purpose` they are others; 1 stands for evaluations, which all play the same games.
+    """
     sequences = (np.random.SeedSequence([args.seed + k, *purpose]) for k in range(args.num_seeds))
     return np.stack([sequence.generate_state(num_envs) >> 1 for sequence in sequences])  # EnvPool takes 31 bits
 
 
-def local_envs(args):
-    """Which of the N environments of each agent this process steps."""
-    share = args.num_envs // jax.process_count()
-    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+def local_envs(array):
+    """The part of an array [K, N, ...] that is of the environments this process steps, as a view."""
+    return np.split(array, jax.process_count(), axis=1)[jax.process_index()]
 
 
 def make_env(args):
     """The pool of this process for training: its N environments of each of K agents, K * N in all."""
-    return make_pool(args, env_seeds(args, args.num_envs)[:, local_envs(args)].ravel(), training=True)
+    return make_pool(args, local_envs(env_seeds(args, args.num_envs)).ravel(), training=True)
 
 
 # ======================================================================================================================
@@ -267,8 +271,7 @@ CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # features, extent and stri
 
 def convolve(x, kernel, stride):
     """Convolution without padding: images [C, Y, X, M] and a kernel [k, k, C, F] give [F, Y', X', M]."""
-    dimensions = ("CHWN", "HWIO", "CHWN")
-    return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "VALID", dimension_numbers=dimensions)
+    return jax.lax.conv_general_dilated(x, kernel, [stride] * 2, "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
 
 
 def batch_last(obs):
@@ -325,8 +328,7 @@ def init_params(key, num_actions):
 
 def forward(params, obs):
     """Logits [M, A] and values [M] of frames [M, 4, 84, 84]."""
-    num_actions = params["params"]["actor"]["bias"].size
-    return NatureCNN(num_actions, by_products=jax.default_backend() == "cpu").apply(params, obs)
+    return NatureCNN(params["params"]["actor"]["bias"].size, jax.default_backend() == "cpu").apply(params, obs)
 
 
 def sample_noise(key, shape):
@@ -384,7 +386,7 @@ class EnvState(NamedTuple):
 
     obs: jax.Array  # [K, N, 4, 84, 84] uint8
     done: jax.Array  # [K, N], whether the last step ended a life or game: the next one only resets
-    lives: jax.Array  # [K, N], lives left
+    lives: jax.Array  # [K, N], lives left; with the next ones they tell whether the step of a time limit lost one
 
 
 class Episodes(NamedTuple):
@@ -446,6 +448,8 @@ def rollout(args, envs, params, env_state, episodes, key):
         ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
         game_ended = valid & (game_over | truncated)
         episodes = Episodes(*(jnp.where(game_ended, a, b) for a, b in zip(ended, running)))
+        # EnvPool calls the step of the time limit truncated even if it ends a life or the game.
+        terminated |= truncated & (game_over | (lives < env_state.lives))
         seen = env_state.obs, action, action_logprob(logits, action), value
         env_state = EnvState(obs, terminated | truncated, lives)
         return (handle, env_state, episodes), Trajectory(*seen, reward, terminated, truncated, valid)
@@ -511,7 +515,7 @@ def ppo_loss(params, batch, args):
 
     mean_entropy = mean(entropy(logits))
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * mean_entropy
-    metrics = {
+    return loss, {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": mean_entropy,
@@ -519,7 +523,6 @@ def ppo_loss(params, batch, args):
         "losses/old_approx_kl": -mean(log_ratio),
         "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
     }
-    return loss, metrics
 
 
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
@@ -566,16 +569,7 @@ class TrainState(NamedTuple):
 
 def seed_keys(args):
     """One PRNG key per agent, [K]."""
-    return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
-
-
-def init_agent(args, key, env_state, num_actions):
-    """The first `TrainState` of one agent, given what its games look like."""
-    params_key, key = jax.random.split(key)
-    params = init_params(params_key, num_actions)
-    zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
-    episodes, opt_state = Episodes(zeros, zeros.astype(jnp.int32), none, none), make_optimizer(args).init(params)
-    return TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), jnp.int32(0))
+    return jax.vmap(jax.random.key)(jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32))
 
 
 def init_train_state(args, key, envs):
@@ -583,17 +577,23 @@ def init_train_state(args, key, envs):
 
     Only this process's share of the frames is filled, the rest is zero: `shard_state` takes its share of each process.
     """
-    (obs, info), mine = envs.reset(), local_envs(args)
+    obs, info = envs.reset()
     frames = np.zeros((args.num_seeds, args.num_envs, *obs.shape[1:]), np.uint8)
     lives = np.zeros((args.num_seeds, args.num_envs), np.int32)
-    frames[:, mine], lives[:, mine] = obs.reshape(frames[:, mine].shape), info["lives"].reshape(lives[:, mine].shape)
+    for array, local in ((frames, obs), (lives, info["lives"])):
+        local_envs(array)[:] = local.reshape(local_envs(array).shape)
 
+    def init(agent):
+        (params_key, key), env_state = jax.random.split(agent[0]), agent[1]
+        params = init_params(params_key, int(envs.action_space.n))
+        zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
+        episodes, opt_state = Episodes(zeros, zeros.astype(jnp.int32), none, none), make_optimizer(args).init(params)
+        return TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), jnp.int32(0))
+
+    # Not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool.
     # Runs once: compiling it quickly matters more than running it fast.
-    @jax.jit(compiler_options={"xla_backend_optimization_level": 0})
-    def init(agents):  # not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool
-        return jax.lax.map(lambda agent: init_agent(args, *agent, int(envs.action_space.n)), agents)
-
-    return init((key, EnvState(frames, lives < 0, lives)))
+    init_all = jax.jit(lambda agents: jax.lax.map(init, agents), compiler_options={"xla_backend_optimization_level": 0})
+    return init_all((key, EnvState(frames, lives < 0, lives)))
 
 
 def update(args, envs, state):
@@ -609,14 +609,13 @@ def update(args, envs, state):
         params, opt_state, metrics = update_epochs(args, *state[:2], batch, learning_rate, epochs_key)
         all_devices = lambda x: jax.lax.all_gather(x, AXIS)
         variance = lambda x: jnp.var(all_devices(x), where=all_devices(batch.valid))
-        metrics |= {
+        return state._replace(params=params, opt_state=opt_state, update=state.update + 1), metrics | {
             "losses/explained_variance": 1 - variance(batch.advantage) / variance(batch.ret),
             "charts/learning_rate": jnp.float32(learning_rate),
             # NaN before the first game ends
             "charts/episodic_return": jnp.nanmean(all_devices(state.episodes.last_ret)),
             "charts/episodic_length": jnp.nanmean(all_devices(state.episodes.last_length)),
         }
-        return state._replace(params=params, opt_state=opt_state, update=state.update + 1), metrics
 
     state = state._replace(env_state=env_state, episodes=episodes, key=jax.random.key_data(key))
     return over_seeds(learn)(state, trajectory, epochs_key)
@@ -640,17 +639,15 @@ STATE_SPECS = TrainState(*[jax.P()] * 6)._replace(env_state=jax.P(None, AXIS), e
 
 def shard_state(args, state):
     """Spreads a `TrainState`, the same in every process, over the mesh."""
-    sharding = lambda spec: jax.NamedSharding(make_mesh(args), spec)
-    place = lambda spec, x: jax.make_array_from_callback(x.shape, sharding(spec), lambda index: x[index])
-    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: place(spec, x), tree), STATE_SPECS, state)
+    put = lambda spec, x: jax.make_array_from_callback(x.shape, jax.NamedSharding(make_mesh(args), spec), x.__getitem__)
+    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: put(spec, x), tree), STATE_SPECS, state)
 
 
 def make_train_step(args, envs):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    step = lambda state: update(args, envs, state)
     layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
     # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
-    return jax.jit(jax.shard_map(step, **layout, check_vma=False))
+    return jax.jit(jax.shard_map(lambda state: update(args, envs, state), **layout, check_vma=False))
 
 
 def make_train_chunk(args, envs):
@@ -662,8 +659,7 @@ def make_train_chunk(args, envs):
         return jax.lax.fori_loop(0, num_updates, lambda _, carry: train_step(carry[0]), (state, metrics))
 
     # EnvPool's calls are named by addresses, so programs differ between processes, which cannot share XLA's autotuning.
-    options = {"xla_gpu_shard_autotuning": False} if jax.process_count() > 1 else None
-    return jax.jit(train_chunk, donate_argnums=0, compiler_options=options)
+    return jax.jit(train_chunk, donate_argnums=0, compiler_options={"xla_gpu_shard_autotuning": False})
 
 
 # ======================================================================================================================
@@ -686,7 +682,7 @@ def evaluate(args, params, key):
     game. The host steps this pool: compiling it into a program would take longer than most evaluations.
     """
     params, shape = jax.tree.map(lambda x: x.addressable_data(0), params), (args.num_seeds, args.eval_episodes)
-    envs = make_pool(args, evaluation_seeds(args).ravel(), training=False)
+    envs = make_pool(args, env_seeds(args, args.eval_episodes, 1).ravel())
     obs, _ = envs.reset()
     ret, length, running, actions = np.zeros(shape), np.zeros(shape, int), np.ones(shape, bool), []
     while running.any():
@@ -698,26 +694,21 @@ def evaluate(args, params, key):
     return ret, length, actions[: length[0, 0]]
 
 
-def evaluation_seeds(args):
-    """Seeds [K, E] of emulators that no training uses, the same for every evaluation of a run."""
-    return env_seeds(args, args.eval_episodes, 1)
-
-
 def evaluation_keys(args):
     """Keys [K] that no training uses, the same for every evaluation of a run."""
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def summarize_evaluation(args, evaluation):
-    """What summary.json and eval.json say of an evaluation: over all agents, and lists with one entry per agent."""
+def summarize_evaluation(args, evaluation, alive):
+    """What summary.json and eval.json say of an evaluation: over agents alive, and lists with one entry per agent."""
     returns, lengths = (np.asarray(x, float) for x in evaluation[:2])  # [K, E]
-    statistics = lambda axis: {
-        "eval_return_mean": returns.mean(axis).tolist(),
-        "eval_return_std": returns.std(axis).tolist(),
-        "eval_length_mean": lengths.mean(axis).tolist(),
+    statistics = lambda agents, axis=None: {
+        "eval_return_mean": returns[agents].mean(axis).tolist(),
+        "eval_return_std": returns[agents].std(axis).tolist(),
+        "eval_length_mean": lengths[agents].mean(axis).tolist(),
     }
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode} | statistics(None)
-    return overall | {"eval_return_ci95": bootstrap_interval(returns.mean(1)), "per_seed": statistics(1)}
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode} | statistics(alive)
+    return overall | {"eval_return_ci95": bootstrap_interval(returns[alive].mean(1)), "per_seed": statistics(..., 1)}
 
 
 def bootstrap_interval(values, samples=10_000):
@@ -729,9 +720,8 @@ def bootstrap_interval(values, samples=10_000):
 def record_video(args, path, evaluation):
     """Writes the first game as an MP4 in real time: its actions again, in an emulator of its own that sees colours."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    look = {"gray_scale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-    envs = make_pool(args, evaluation_seeds(args)[0, :1], training=False, **look)
-    frame = lambda obs: obs[0].transpose(1, 2, 0)  # [210, 160, 3]
+    envs = make_pool(args, env_seeds(args, 1, 1)[0], gray_scale=False, img_height=210, img_width=160)
+    frame = lambda obs: obs[0, -3:].transpose(1, 2, 0)  # the newest of the stacked frames, [210, 160, 3]
     with warnings.catch_warnings(), imageio.get_writer(path, fps=15, macro_block_size=2) as writer:
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks; this one runs ffmpeg and nothing of JAX
         writer.append_data(frame(envs.reset()[0]))
@@ -743,7 +733,8 @@ def assess(args, state, video):
     """Evaluates all agents and records the first one; returns the summary."""
     evaluation = evaluate(args, state.params, evaluation_keys(args))
     record_video(args, video, evaluation)
-    return summarize_evaluation(args, evaluation)
+    alive = [all(np.isfinite(x[k]).all() for x in jax.tree.leaves(state.params)) for k in range(args.num_seeds)]
+    return summarize_evaluation(args, evaluation, np.array(alive))
 
 
 def join_processes(args, scratch):
@@ -751,11 +742,13 @@ def join_processes(args, scratch):
 
     All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
     """
+    if args.resume:
+        load_args(args.resume)  # what is wrong here must end all of them, not leave the others waiting
     address = args.coordinator_address, args.num_processes, args.process_id
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
     try:
-        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20)
-    except (ValueError, RuntimeError) as error:
+        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
+    except ValueError as error:
         raise UsageError(f"--distributed: {error}") from error
     args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
     if args.process_id > 0:
@@ -767,12 +760,12 @@ def join_processes(args, scratch):
 
 
 class StopSignals(list):
-    """Signals received. It is true if any process has one, which all of them must ask for together, and then stop."""
+    """Signals received. Its truth, if any process has one, is a collective: all processes must ask equally often."""
 
     def __bool__(self):
         received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
         self.extend(received[received > 0].tolist())
-        return bool(received.any())
+        return bool(received.any())  # not of `self`, to which a signal may just have been added
 
 
 class RunError(Exception):
@@ -785,8 +778,7 @@ def flatten_state(state):
     Arrays that are spread over processes are gathered, in which all of them take part.
     """
     gather = lambda x: x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-    leaves = jax.tree.leaves_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): gather(x) for path, x in leaves}
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): gather(x) for p, x in jax.tree.leaves_with_path(state)}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -813,15 +805,14 @@ def load_checkpoint(run_dir, template):
     except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    fits = arrays.pop("script", None) == SCRIPT and form(arrays) == form(expected)
+    fits = str(arrays.pop("script", None)) == SCRIPT and form(arrays) == form(expected)
     _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
     return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
 
 
 def with_new_games(state, fresh):
     """A saved `TrainState` with the games of a fresh one, because emulators cannot be saved."""
-    episodes = state.episodes._replace(ret=fresh.episodes.ret, length=fresh.episodes.length)
-    return state._replace(env_state=fresh.env_state, episodes=episodes)
+    return state._replace(env_state=fresh.env_state, episodes=Episodes(*fresh.episodes[:2], *state.episodes[2:]))
 
 
 def load_args(run_dir):
@@ -839,13 +830,13 @@ def load_run(run_dir):
 
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
-RENEWABLE += "eval_mode track wandb_project resume eval total_timesteps".split()
+RENEWABLE += "eval_mode track wandb_project total_timesteps".split()
 RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = dict(vars(given).items() - vars(Args()).items() - vars(saved).items())
+    changes = dict(vars(given).items() - vars(Args(resume=given.resume)).items() - vars(saved).items())
     for name, new in sorted(changes.items()):
         renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
         _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
@@ -867,26 +858,25 @@ class Logger:
         folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
         table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        start, step = SessionLog(status=SessionLog.START), update * args.batch_size
+        step = update * args.batch_size
         for writer in self.writers:
             writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
             # Readers drop what an interrupted run had logged after this step.
-            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
-        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training: its steps per second
+            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log={"status": "START"}))
+        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training, in this process, no pauses
 
     def log(self, step, metrics):
         """Writes {tag: [K]} at a step; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            values = [Summary.Value(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
-            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            values = [dict(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary={"value": values}))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def log_pending(self):
         """Waits for the chunk of updates whose (update, metrics) are pending and logs it; raises RunError."""
         if self.pending is None:
             return
-        (update, metrics), self.pending = self.pending, None
-        metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
+        (update, metrics), self.pending = jax.tree.map(np.asarray, self.pending), None  # waits for the device
         step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
         self.seconds = time.perf_counter() - self.start
         self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
@@ -914,15 +904,13 @@ class Logger:
         jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
-        if self.is_terminal:
-            print()
+        print(end="\n" if self.is_terminal else "")
 
 
 def write_json(path, content):
     """Writes JSON atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    path.with_suffix(".tmp").write_text(json.dumps(content, indent=2) + "\n")
+    path.with_suffix(".tmp").replace(path)
 
 
 # ======================================================================================================================
@@ -930,28 +918,28 @@ def write_json(path, content):
 # ======================================================================================================================
 
 
-def open_run(args):
+def open_run(given):
     """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
-    run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    if args.resume:
-        run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    name = f"{given.env_id}__{given.exp_name}__{given.seed}__{int(time.time())}"
+    run_dir = pathlib.Path(given.resume or f"{given.runs_dir}/{name}")
+    args = merge_args(given, load_args(run_dir)) if given.resume else given
     _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    devices = jax.local_device_count()
-    _check(args.num_devices <= devices, f"--num-devices {args.num_devices}: JAX sees {devices}, see --help")
+    _check(args.num_devices <= jax.local_device_count(), f"--num-devices: JAX sees {jax.local_devices()}, see --help")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    run_dir.mkdir(parents=True, exist_ok=bool(given.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / "args.json", {**vars(args), "resume": None, "eval": None})
+    local = dict(distributed=False, coordinator_address=None, num_processes=None, process_id=None)  # not the run's
+    write_json(run_dir / "args.json", vars(args) | local)
     return args, run_dir, video_dir
 
 
-def train(args, stop):
+def train(given, stop):
     """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
-    args, run_dir, video_dir = open_run(args)
+    args, run_dir, video_dir = open_run(given)
     start = time.perf_counter()
     envs = make_env(args)
     state = init_train_state(args, seed_keys(args), envs)
-    if args.resume:
+    if given.resume:
         state = with_new_games(load_checkpoint(run_dir, state), state)
         print("emulators cannot be saved: all games start anew", flush=True)
     state = shard_state(args, state)
@@ -968,13 +956,13 @@ def train(args, stop):
             state, metrics = train_chunk(state, jnp.int32(target - done))
             logger.log_pending()  # the chunk before, while this one runs
             done, logger.pending = target, (target, metrics)
-            if done % args.checkpoint_interval == 0:
-                with logger.paused():
-                    save_checkpoint(run_dir, state)
             if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
                 with logger.paused():
                     scores = assess(args, state, video())["per_seed"]
                     logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
+            if done % args.checkpoint_interval == 0:
+                with logger.paused():
+                    save_checkpoint(run_dir, state)
         with logger.paused():
             save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
@@ -1002,10 +990,9 @@ def evaluate_run(given):
     """Evaluates a saved run: writes its eval.json and a video, nothing else."""
     args, state = load_run(given.eval)
     args = dataclasses.replace(args, eval_episodes=given.eval_episodes, eval_mode=given.eval_mode)
-    run_dir = pathlib.Path(given.eval)
-    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, f"eval.{VIDEO_FORMAT}")
+    video = pathlib.Path(given.videos_dir, pathlib.Path(given.eval).resolve().name, f"eval.{VIDEO_FORMAT}")
     summary = assess(args, state, video)
-    write_json(run_dir / "eval.json", summary)
+    write_json(pathlib.Path(given.eval, "eval.json"), summary)
     print(f"video: {video}\n{describe(summary)}")
 
 

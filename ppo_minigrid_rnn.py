@@ -8,15 +8,15 @@
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in less than a minute on two CPU cores
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4000000    # --list-envs lists all
-    python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 2000000 --num-envs 256 --num-steps 64 \
+    python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4000000 --num-envs 256 --num-steps 64 \
         --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03    # memory: more exploration
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
 
 The setting of the notebook that this script succeeds, for comparisons:
 
-    python ppo_minigrid_rnn.py --total-timesteps 5000000 --num-envs 8192 --num-steps 16 --update-epochs 1 \
-        --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 --norm-adv --ent-coef 0.01 --target-kl None \
-        --adam-eps 1e-8 --rnn-hidden-dim 1024 --head-hidden-dim 256
+    python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5000000 --num-envs 8192 --num-steps 16 \
+        --update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 --norm-adv --ent-coef 0.01 \
+        --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 --head-hidden-dim 256 --no-reset-hidden
 
 The environments are 44 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding, rules and
 distributions of levels; missions, which none of them needs, are left out.
@@ -27,8 +27,8 @@ the hidden state from before the reset. Minibatches are whole environments, so a
 `num_steps` steps of a rollout, but not beyond.
 
 Axes in shape comments: K seeds, T steps, N environments (in what runs on a device: its share), M environments of a
-minibatch, B = T * M, A actions, L GRU layers, H hidden units, E evaluation episodes; C, Y, X, F channels, rows,
-columns, features of images; in grids, H and W are height and width and M the marked cells.
+minibatch, B = T * M, A actions, L GRU layers, H hidden units, E evaluation episodes (C of them in a row); C, Y, X,
+F channels, rows, columns, features of images; in grids, H and W are height and width and M the marked cells.
 """
 
 import time
@@ -60,8 +60,7 @@ import optax
 import tyro
 from jax.experimental import multihost_utils
 from PIL import Image
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
@@ -89,7 +88,7 @@ class Args:
     """devices (of each process) over which the environments are sharded (a CPU shows as N of them with
     XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
     distributed: bool = False
-    """train with several processes that each run this command; the first one writes"""
+    """train with several processes that each run this command, also to --resume; the first one writes"""
     coordinator_address: str | None = None
     """address:port of the first process; JAX finds this and the next two by itself under SLURM and MPI"""
     num_processes: int | None = None
@@ -103,7 +102,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between two log entries, fewer where a checkpoint or video is due"""
+    """updates between two log entries, fewer updates where a checkpoint or video is due"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
@@ -111,7 +110,7 @@ class Args:
     eval_mode: str = "greedy"
     """whether evaluation takes the most probable actions (greedy) or draws them (sampled)"""
     eval_consecutive_episodes: int = 1
-    """evaluate this many episodes in a row per environment; with --no-reset-hidden on one hidden state (meta-RL)"""
+    """episodes in a row per environment, each on its own level; --no-reset-hidden: on one hidden state (meta-RL)"""
     capture_video: bool = False
     """also evaluate and record the policy during training, not only at its end"""
     video_interval: int = 50
@@ -119,7 +118,7 @@ class Args:
     resume: str | None = None
     """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
     eval: str | None = None
-    """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
+    """folder of a run to evaluate, with the evaluation flags given now, no others; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -184,10 +183,10 @@ class Args:
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Raises UsageError with a message a person can act on."""
+        """Raises UsageError with a message a person can act on. Whole numbers but the seed start at 1, others at 0."""
         for name, kind in Args.__annotations__.items():
             value, low = getattr(self, name), 1 if kind is int and name != "seed" else 0
-            _check(isinstance(value, kind | int), f"--{name} is of the wrong type")
+            _check(isinstance(value, kind | int if "float" in str(kind) else kind), f"--{name} is of the wrong type")
             if isinstance(value, int | float):
                 _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
         for name in "learning_rate max_grad_norm adam_eps".split():
@@ -197,12 +196,13 @@ class Args:
         _check(self.eval_mode in EVAL_MODES, f"--eval_mode must be one of {EVAL_MODES}, not {self.eval_mode}")
         _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
+        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume or --eval: a folder")
         _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
-        shards = self.num_devices * (self.num_processes or 1)
-        _check(self.num_envs % shards == 0, f"--num_devices: {shards} devices must divide --num_envs {self.num_envs}")
-        share = self.num_envs // shards
-        _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's {share} environments")
+        _check(self.distributed or self.num_processes is None, "--num_processes needs --distributed")
+        if self.resume:
+            return  # `merge_args` checks the rest, given the flags of the saved run
+        parts = self.num_devices * (self.num_processes or 1) * self.num_minibatches
+        _check(self.num_envs % parts == 0, f"--num_envs is no multiple of {parts}, --num_devices x --num_minibatches")
         _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {self.batch_size} steps")
 
     @property
@@ -232,6 +232,7 @@ def _check(condition, message, error=UsageError):
 
 # A cell is one byte, `kind * 8 + colour`: a third of the memory traffic of Farama's (object, colour, state) triples.
 # Kinds up to 10 are Farama's object codes; the state, which only doors have, is folded in as two more kinds of door.
+# The constants of kinds are multiplied by 8 already, like `cell & 0xF8`.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA, AGENT, DOOR_CLOSED, DOOR_LOCKED = range(0, 104, 8)
 GREY_WALL, GREEN_GOAL, RED_LAVA, BLUE_BALL = WALL + GREY, GOAL + GREEN, LAVA + RED, BALL + BLUE
@@ -284,7 +285,7 @@ def light(clear, lit):
     """
     lit = (lit | clear ^ (clear + (lit & clear))) & 127  # a carry runs through clear cells and stops behind them
     rightward = lit & clear & 63
-    two = clear & clear << 1  # clear, as is the next one to the right
+    two = clear & clear << 1  # clear, as is the next one to the left
     lit |= (lit & clear) >> 1
     lit |= (lit & two) >> 2
     lit |= (lit & two & two << 2) >> 4
@@ -309,7 +310,7 @@ class MiniGrid:
     width: int
     height: int
     max_steps: int
-    level: Callable[..., State]  # the family's generator: (env, uniforms, x, y) -> State
+    level: Callable  # the family's generator: (env, uniforms, x, y) -> (grid, position, direction, *marks)
     end_rule: Callable | None = None  # (before, action, after) -> (success, failure), on top of goal and lava
     see_through_walls: bool = False
     num_obstacles: int = 0
@@ -387,7 +388,7 @@ class MiniGrid:
         cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)  # what it carries is seen there
         if self.see_through_walls:
             return cells.reshape(VIEW, VIEW)
-        # Rows as bits, in two words: arrays of them would be worked out again for every cell on a CPU.
+        # Rows as bits of two scalars: XLA on a CPU would fuse arrays of rows into what reads them, once for every cell.
         bit = np.arange(VIEW**2) % (4 * VIEW)
         clear = ((cells & 0xF8 != WALL) & (cells < DOOR_CLOSED)).astype(jnp.int32) << bit
         words = [clear[: 4 * VIEW].sum(), clear[4 * VIEW :].sum()]
@@ -460,7 +461,7 @@ def red_blue_end(before, action, after):
 # One call draws all uniforms of a level. Where Farama tries random cells until one fits, `place` draws once from the
 # cells that fit: the same distribution.
 
-MAX_UNIFORMS = 29  # that a level needs: KeyCorridorS3R3
+MAX_UNIFORMS = 29  # that a level needs: KeyCorridorS3R3 (reading beyond would repeat the last one, silently)
 
 
 def below(uniform, n):
@@ -678,7 +679,7 @@ def find_env(env_id):
     """The environment of an id, with or without `MiniGrid-` and `-v0`; UsageError with the nearest ids if unknown."""
     full_id = f"MiniGrid-{env_id.removeprefix('MiniGrid-').removesuffix('-v0')}-v0"
     nearest = ", ".join(difflib.get_close_matches(full_id, ENVIRONMENTS, n=3, cutoff=0))
-    _check(full_id in ENVIRONMENTS, f"--env_id {env_id}: unknown; nearest: {nearest} (--list_envs lists all)")
+    _check(full_id in ENVIRONMENTS, f"--env_id {env_id}: unknown; nearest: {nearest} (--list-envs lists all)")
     return ENVIRONMENTS[full_id]
 
 
@@ -1078,7 +1079,7 @@ def ppo_loss(params, batch, hidden, args, env):
     value_loss = 0.5 * value_error.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy(dist)
-    metrics = {
+    return loss, {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy(dist),
@@ -1086,7 +1087,6 @@ def ppo_loss(params, batch, hidden, args, env):
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
-    return loss, metrics
 
 
 def update_epochs(args, env, params, opt_state, batch, hidden, learning_rate, key):
@@ -1134,7 +1134,7 @@ class TrainState(NamedTuple):
 
 def seed_keys(args):
     """One PRNG key per agent, [K]."""
-    return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
+    return jax.vmap(jax.random.key)(jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32))
 
 
 # Runs once: compiling it quickly matters more than running it fast.
@@ -1170,13 +1170,12 @@ def update(args, state):
     learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
     params, opt_state, metrics = update_epochs(args, env, *state[:2], batch, hidden, learning_rate, epochs_key)
     all_devices = lambda x: jax.lax.all_gather(x, AXIS)
-    metrics |= {
-        "losses/explained_variance": 1 - all_devices(returns - values).var() / all_devices(returns).var(),
+    return TrainState(params, opt_state, *carry, jax.random.key_data(key), state.update + 1), metrics | {
+        "losses/explained_variance": 1 - all_devices(batch.advantage).var() / all_devices(batch.ret).var(),
         "charts/learning_rate": jnp.float32(learning_rate),
         "charts/episodic_return": jnp.nanmean(all_devices(episodes.last_ret)),  # NaN before the first episode ends
         "charts/episodic_length": jnp.nanmean(all_devices(episodes.last_length)),
     }
-    return TrainState(params, opt_state, *carry, jax.random.key_data(key), state.update + 1), metrics
 
 
 def over_seeds(function):
@@ -1197,17 +1196,15 @@ STATE_SPECS = TrainState(jax.P(), jax.P(), *[jax.P(None, AXIS)] * 3, jax.P(), ja
 
 def shard_state(args, state):
     """Spreads a `TrainState`, the same in every process, over the mesh."""
-    sharding = lambda spec: jax.NamedSharding(make_mesh(args), spec)
-    place = lambda spec, x: jax.make_array_from_callback(x.shape, sharding(spec), lambda index: x[index])
-    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: place(spec, x), tree), STATE_SPECS, state)
+    put = lambda spec, x: jax.make_array_from_callback(x.shape, jax.NamedSharding(make_mesh(args), spec), x.__getitem__)
+    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: put(spec, x), tree), STATE_SPECS, state)
 
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    step = over_seeds(lambda state: update(args, state))
     layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
     # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
-    return jax.jit(jax.shard_map(step, **layout, check_vma=False))
+    return jax.jit(jax.shard_map(over_seeds(lambda state: update(args, state)), **layout, check_vma=False))
 
 
 def make_train_chunk(args):
@@ -1270,19 +1267,20 @@ def evaluation_keys(args):
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def summarize_evaluation(args, evaluation):
-    """What summary.json and eval.json say of an evaluation: over all agents, and lists with one entry per agent."""
+def summarize_evaluation(args, evaluation, alive):
+    """What summary.json and eval.json say of an evaluation: over agents alive, and lists with one entry per agent."""
     returns, lengths = (np.asarray(x, float) for x in evaluation[:2])  # [K, C, E]
-    statistics = lambda axis: {
-        "eval_return_mean": returns.mean(axis).tolist(),
-        "eval_return_std": returns.std(axis).tolist(),
-        "eval_length_mean": lengths.mean(axis).tolist(),
-        "success_rate": (returns > 0).mean(axis).tolist(),
+    statistics = lambda agents, axis=None: {
+        "eval_return_mean": returns[agents].mean(axis).tolist(),
+        "eval_return_std": returns[agents].std(axis).tolist(),
+        "eval_length_mean": lengths[agents].mean(axis).tolist(),
+        "success_rate": (returns[agents] > 0).mean(axis).tolist(),
     }
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode} | statistics(None)
+    overall = {"eval_episodes": returns[0].size, "eval_mode": args.eval_mode} | statistics(alive)
     if args.eval_consecutive_episodes > 1:
-        overall["consecutive_episodes"] = statistics((0, 2))
-    return overall | {"eval_return_ci95": bootstrap_interval(returns.mean((1, 2))), "per_seed": statistics((1, 2))}
+        overall["consecutive_episodes"] = statistics(alive, (0, 2))
+    interval = bootstrap_interval(returns[alive].mean((1, 2)))
+    return overall | {"eval_return_ci95": interval, "per_seed": statistics(..., (1, 2))}
 
 
 def bootstrap_interval(values, samples=10_000):
@@ -1306,7 +1304,8 @@ def assess(args, state, video):
     """Evaluates all agents and records the first one; returns the summary."""
     evaluation = evaluate(args, state.params, evaluation_keys(args))
     record_video(args, video, evaluation)
-    return summarize_evaluation(args, evaluation)
+    alive = [all(np.isfinite(x[k]).all() for x in jax.tree.leaves(state.params)) for k in range(args.num_seeds)]
+    return summarize_evaluation(args, evaluation, np.array(alive))
 
 
 def join_processes(args, scratch):
@@ -1314,11 +1313,13 @@ def join_processes(args, scratch):
 
     All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
     """
+    if args.resume:
+        load_args(args.resume)  # what is wrong here must end all of them, not leave the others waiting
     address = args.coordinator_address, args.num_processes, args.process_id
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
     try:
-        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20)
-    except (ValueError, RuntimeError) as error:
+        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
+    except ValueError as error:
         raise UsageError(f"--distributed: {error}") from error
     args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
     if args.process_id > 0:
@@ -1330,7 +1331,7 @@ def join_processes(args, scratch):
 
 
 class StopSignals(list):
-    """Signals received. It is true if any process has one, which all of them must ask for together, and then stop."""
+    """Signals received. Its truth, if any process has one, is a collective: all processes must ask equally often."""
 
     def __bool__(self):
         received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
@@ -1348,8 +1349,7 @@ def flatten_state(state):
     Arrays that are spread over processes are gathered, in which all of them take part.
     """
     gather = lambda x: x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-    leaves = jax.tree.leaves_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): gather(x) for path, x in leaves}
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): gather(x) for p, x in jax.tree.leaves_with_path(state)}
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
@@ -1376,7 +1376,7 @@ def load_checkpoint(run_dir, template):
     except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    fits = arrays.pop("script", None) == SCRIPT and form(arrays) == form(expected)
+    fits = str(arrays.pop("script", None)) == SCRIPT and form(arrays) == form(expected)
     _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
     return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
 
@@ -1396,13 +1396,13 @@ def load_run(run_dir):
 
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
-RENEWABLE += "eval_mode eval_consecutive_episodes num_devices track wandb_project resume eval total_timesteps".split()
+RENEWABLE += "eval_mode eval_consecutive_episodes num_devices track wandb_project total_timesteps".split()
 RENEWABLE += "distributed coordinator_address num_processes process_id".split()
 
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = dict(vars(given).items() - vars(Args()).items() - vars(saved).items())
+    changes = dict(vars(given).items() - vars(Args(resume=given.resume)).items() - vars(saved).items())
     for name, new in sorted(changes.items()):
         renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
         _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
@@ -1424,26 +1424,25 @@ class Logger:
         folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
         table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        start, step = SessionLog(status=SessionLog.START), update * args.batch_size
+        step = update * args.batch_size
         for writer in self.writers:
             writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
             # Readers drop what an interrupted run had logged after this step.
-            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
-        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training: its steps per second
+            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log={"status": "START"}))
+        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training, in this process, no pauses
 
     def log(self, step, metrics):
         """Writes {tag: [K]} at a step; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            values = [Summary.Value(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
-            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            values = [dict(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary={"value": values}))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def log_pending(self):
         """Waits for the chunk of updates whose (update, metrics) are pending and logs it; raises RunError."""
         if self.pending is None:
             return
-        (update, metrics), self.pending = self.pending, None
-        metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
+        (update, metrics), self.pending = jax.tree.map(np.asarray, self.pending), None  # waits for the device
         step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
         self.seconds = time.perf_counter() - self.start
         self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
@@ -1471,15 +1470,13 @@ class Logger:
         jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
-        if self.is_terminal:
-            print()
+        print(end="\n" if self.is_terminal else "")
 
 
 def write_json(path, content):
     """Writes JSON atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    path.with_suffix(".tmp").write_text(json.dumps(content, indent=2) + "\n")
+    path.with_suffix(".tmp").replace(path)
 
 
 # ======================================================================================================================
@@ -1487,29 +1484,27 @@ def write_json(path, content):
 # ======================================================================================================================
 
 
-def open_run(args):
+def open_run(given):
     """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
-    run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    if args.resume:
-        run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    name = f"{given.env_id}__{given.exp_name}__{given.seed}__{int(time.time())}"
+    run_dir = pathlib.Path(given.resume or f"{given.runs_dir}/{name}")
+    args = merge_args(given, load_args(run_dir)) if given.resume else given
     _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    devices = jax.local_device_count()
-    _check(args.num_devices <= devices, f"--num-devices {args.num_devices}: JAX sees {devices}, see --help")
+    _check(args.num_devices <= jax.local_device_count(), f"--num-devices: JAX sees {jax.local_devices()}, see --help")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    run_dir.mkdir(parents=True, exist_ok=bool(given.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / "args.json", {**vars(args), "resume": None, "eval": None})
+    local = dict(distributed=False, coordinator_address=None, num_processes=None, process_id=None)  # not the run's
+    write_json(run_dir / "args.json", vars(args) | local)
     return args, run_dir, video_dir
 
 
-def train(args, stop):
+def train(given, stop):
     """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
-    args, run_dir, video_dir = open_run(args)
+    args, run_dir, video_dir = open_run(given)
     start = time.perf_counter()
     state = init_train_state(args, seed_keys(args))
-    if args.resume:
-        state = load_checkpoint(run_dir, state)
-    state = shard_state(args, state)
+    state = shard_state(args, load_checkpoint(run_dir, state) if given.resume else state)
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -1523,13 +1518,13 @@ def train(args, stop):
             state, metrics = train_chunk(state, jnp.int32(target - done))
             logger.log_pending()  # the chunk before, while this one runs
             done, logger.pending = target, (target, metrics)
-            if done % args.checkpoint_interval == 0:
-                with logger.paused():
-                    save_checkpoint(run_dir, state)
             if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
                 with logger.paused():
                     scores = assess(args, state, video())["per_seed"]
                     logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
+            if done % args.checkpoint_interval == 0:
+                with logger.paused():
+                    save_checkpoint(run_dir, state)
         with logger.paused():
             save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
@@ -1557,12 +1552,10 @@ def describe(summary):
 def evaluate_run(given):
     """Evaluates a saved run: writes its eval.json and a video, nothing else."""
     args, state = load_run(given.eval)
-    names = "eval_episodes eval_mode eval_consecutive_episodes".split()
-    args = dataclasses.replace(args, **{name: getattr(given, name) for name in names})
-    run_dir = pathlib.Path(given.eval)
-    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, f"eval.{VIDEO_FORMAT}")
+    args = dataclasses.replace(args, **{name: x for name, x in vars(given).items() if name.startswith("eval_")})
+    video = pathlib.Path(given.videos_dir, pathlib.Path(given.eval).resolve().name, f"eval.{VIDEO_FORMAT}")
     summary = assess(args, state, video)
-    write_json(run_dir / "eval.json", summary)
+    write_json(pathlib.Path(given.eval, "eval.json"), summary)
     print(f"video: {video}\n{describe(summary)}")
 
 

@@ -5,10 +5,11 @@
 """PPO on cart-pole swing-up in one file and one XLA program: environment, networks, Adam, GAE and update in pure JAX.
 
     python ppo_swingup_jax.py                              # swings the pole up and balances it, in 25 s on two cores
-    python ppo_swingup_jax.py --num-envs 1024              # wider: more steps and minibatches follow by themselves
+    python ppo_swingup_jax.py --num-envs 1024              # wider: steps and minibatches follow by themselves
     python ppo_swingup_jax.py --resume runs/<run_name>     # go on after an interruption, bit for bit
 
-The reference run, for comparisons:
+The setting of the notebook that this script succeeds, for comparisons (it normalised advantages over the whole batch,
+did not bound the mean and took truncation for termination):
 
     python ppo_swingup_jax.py --total-timesteps 100000000 --num-envs 1024 --num-steps 128 --update-epochs 4 \
         --num-minibatches 4 --learning-rate 1e-4 --gamma 0.995 --gae-lambda 0.95 --clip-coef 0.1 --ent-coef 0.01 \
@@ -18,8 +19,8 @@ Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://ic
 Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
 Training truncates after 100 steps, because start states teach more than balancing does: charts/episodic_return is that
 of at most 100 steps, eval/episodic_return that of the task's 500.
-The policy is a Gaussian without bounds. The environment clips the action it executes to [-1, 1], while the
-log-probability is that of the raw sample: clipping belongs to the environment's unknown dynamics, so the policy
+The policy is a Gaussian, whose samples have no bounds. The environment clips the action it executes to [-1, 1], while
+the log-probability is that of the raw sample: clipping belongs to the environment's unknown dynamics, so the policy
 gradient stays exact; the clipped action has point masses at -1 and 1 and no density to take a ratio of.
 
 Arrays put the batch LAST (features first, contiguous batch): that layout is faster for small networks on a CPU.
@@ -50,8 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from PIL import Image, ImageDraw
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
@@ -85,7 +85,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 10
-    """updates between two log entries, fewer where a checkpoint or video is due"""
+    """updates between two log entries, fewer updates where a checkpoint or video is due"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 1024
@@ -97,7 +97,7 @@ class Args:
     resume: str | None = None
     """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
     eval: str | None = None
-    """folder of a run to evaluate, with the evaluation flags given now; writes eval.json and a video"""
+    """folder of a run to evaluate, with the evaluation flags given now, no others; writes eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -130,7 +130,7 @@ class Args:
     gae_lambda: float = 0.98
     """lambda of generalised advantage estimation"""
     num_minibatches: int | None = None
-    """minibatches per epoch; by default as many as leave 2,048 samples in each"""
+    """minibatches per epoch; by default as many as leave at least 2,048 samples in each"""
     update_epochs: int = 6
     """passes over the batch per update"""
     norm_adv: bool = True
@@ -151,30 +151,33 @@ class Args:
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Fills in what follows from other arguments; raises UsageError with a message a person can act on."""
+        """Fills in what follows from other arguments; raises UsageError with a message a person can act on.
+
+        Whole numbers but the seed start at 1, others at 0.
+        """
         for name, kind in Args.__annotations__.items():
             value, low = getattr(self, name), 1 if kind in (int, int | None) and name != "seed" else 0
-            _check(isinstance(value, kind | int), f"--{name} is of the wrong type")
+            _check(isinstance(value, kind | int if "float" in str(kind) else kind), f"--{name} is of the wrong type")
             if isinstance(value, int | float):
                 _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
         for name in "learning_rate reward_scale max_grad_norm adam_eps".split():
             _check(getattr(self, name) > 0, f"--{name} must be positive")
         _check(max(self.gamma, self.gae_lambda) <= 1, "--gamma and --gae_lambda must not be more than 1")
-        shards, batch = self.num_devices, self.batch_size
-        divisors = [n for n in range(1, batch // 2048 + 1) if batch % (n * shards) == 0]
-        follow = {"total_timesteps": max(2_000_000, 45 * batch), "num_minibatches": max(divisors, default=1)}
-        for name, number in follow.items():
-            object.__setattr__(self, name, getattr(self, name) or number)
         _check(self.env_id == "CartPoleSwingUp-v0", f"--env_id must be CartPoleSwingUp-v0, not {self.env_id}")
         _check(self.start in STARTS, f"--start must be one of {STARTS}, not {self.start}")
         _check(self.train_episode_steps <= 500, "--train_episode_steps must not be more than 500")
         _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check(not (self.resume and self.eval), "--resume and --eval exclude each other")
-        _check(self.num_envs % shards == 0, f"--num_devices must divide --num_envs {self.num_envs}")
-        share = batch // shards
+        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume or --eval: a folder")
+        if self.resume:
+            return  # `merge_args` fills in and checks the rest, given the flags of the saved run
+        divisors = [n for n in range(1, self.batch_size // 2048 + 1) if self.batch_size % (n * self.num_devices) == 0]
+        object.__setattr__(self, "total_timesteps", self.total_timesteps or max(2_000_000, 45 * self.batch_size))
+        object.__setattr__(self, "num_minibatches", self.num_minibatches or max(divisors, default=1))
+        _check(self.num_envs % self.num_devices == 0, f"--num_devices must divide --num_envs {self.num_envs}")
+        share = self.batch_size // self.num_devices
         _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's batch, {share} steps")
-        _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {batch} steps")
+        _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {self.batch_size} steps")
 
     @property
     def batch_size(self) -> int:
@@ -245,10 +248,8 @@ class CartPoleSwingUp:
         effective_length = self.half_length * (4 / 3 - self.mass_pole * cos**2 / total_mass)
         theta_acc = (self.gravity * sin - cos * push) / effective_length
         x_acc = push - self.mass_pole * self.half_length * theta_acc * cos / total_mass
-        x, theta = x + self.tau * x_dot, theta + self.tau * theta_dot
-        x_dot, theta_dot = x_dot + self.tau * x_acc, theta_dot + self.tau * theta_acc
-        state = jnp.stack([x, x_dot, theta, theta_dot])
-        return state, self.reward(state, action), jnp.abs(x) > self.x_limit
+        state = state + self.tau * jnp.stack([x_dot, x_acc, theta_dot, theta_acc])
+        return state, self.reward(state, action), jnp.abs(state[0]) > self.x_limit
 
     def reward(self, state, action):
         """Rewards [...] of reaching states [4, ...] by raw actions [...]."""
@@ -275,8 +276,7 @@ class CartPoleSwingUp:
         image = Image.new("RGB", (width, height), "white")
         draw = ImageDraw.Draw(image)
         box = lambda x, y: [axle_x - x * scale, axle_y - y * scale, axle_x + x * scale, axle_y + y * scale]
-        end = self.x_limit * scale
-        draw.line([width / 2 - end, axle_y, width / 2 + end, axle_y], fill="black")
+        draw.line([width / 2 - self.x_limit * scale, axle_y, width / 2 + self.x_limit * scale, axle_y], fill="black")
         draw.rectangle(box(0.2, 0.12), fill=(40, 40, 40))
         tip = axle_x + length * math.sin(theta), axle_y - length * math.cos(theta)
         draw.line([axle_x, axle_y, *tip], fill=(204, 153, 102), width=max(2, round(0.08 * scale)))
@@ -320,7 +320,8 @@ def init_params(key, env):
 def policy(params, obs):
     """Action distribution of observations [O, M]: mean [M] and, the same for all, logarithm of the deviation [].
 
-    The mean stays in the range of actions that differ: far outside it no noise would have an effect to learn from.
+    tanh keeps the mean in [-1, 1]: far beyond, all samples are clipped to one force and noise has nothing to teach.
+    Clipped, the deviation has no gradient: past its limits it stays there.
     """
     return jnp.tanh(mlp(params["actor"], obs)[0]), jnp.clip(params["log_std"], -2.0, 0.5)
 
@@ -332,8 +333,7 @@ def sample_noise(key, shape):
 
 def sample_action(dist, noise):
     """Actions [M] drawn from a distribution."""
-    mean, log_std = dist
-    return mean + jnp.exp(log_std) * noise
+    return dist[0] + jnp.exp(dist[1]) * noise
 
 
 def greedy_action(dist):
@@ -343,8 +343,7 @@ def greedy_action(dist):
 
 def action_logprob(dist, action):
     """Log-probabilities [M] of actions."""
-    mean, log_std = dist
-    return -0.5 * ((action - mean) / jnp.exp(log_std)) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
+    return jax.scipy.stats.norm.logpdf(action, dist[0], jnp.exp(dist[1]))
 
 
 def entropy(dist):
@@ -375,18 +374,18 @@ def adam_init(params):
     return AdamState(zeros, zeros, jnp.int32(0))
 
 
-def adam_update(grads, state, params, learning_rate, eps, max_grad_norm, beta1=0.9, beta2=0.999):
+def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
     """Clips the gradients to a global norm, then one step of Adam (https://arxiv.org/abs/1412.6980).
 
     Returns (params, state, norm of the gradients before clipping).
     """
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-    scale = jnp.minimum(1.0, max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
+    scale = jnp.minimum(1.0, args.max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
     count = state.count + 1
     m = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * (g * scale), state.m, grads)
     v = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (g * scale) ** 2, state.v, grads)
     m_scale, v_scale = 1 / (1 - beta1**count), 1 / (1 - beta2**count)
-    step = lambda p, m, v: p - learning_rate * (m * m_scale) / (jnp.sqrt(v * v_scale) + eps)
+    step = lambda p, m, v: p - learning_rate * (m * m_scale) / (jnp.sqrt(v * v_scale) + args.adam_eps)
     return jax.tree.map(step, params, m, v), AdamState(m, v, count), norm
 
 
@@ -433,14 +432,12 @@ class Batch(NamedTuple):
 def rollout(args, env, params, env_state, episodes, key):
     """Takes T steps in N environments that reset themselves; returns (env_state, episodes, trajectory)."""
     action_key, reset_key = jax.random.split(key)
-    num_envs = episodes.length.shape[0]
+    shape = args.num_steps, len(episodes.length)
     # All random numbers in two calls: far cheaper than a key per step and environment.
-    noises = sample_noise(action_key, (args.num_steps, num_envs))
-    resets = env.reset(reset_key, (args.num_steps, num_envs)).swapaxes(0, 1)  # [T, 4, N]
+    random = sample_noise(action_key, shape), env.reset(reset_key, shape).swapaxes(0, 1)  # [T, N], [T, 4, N]
 
-    def step(carry, inputs):
-        env_state, episodes = carry
-        noise, reset_state = inputs
+    def step(carry, random):
+        (env_state, episodes), (noise, reset_state) = carry, random
         obs = env.observe(env_state)
         dist = policy(params, obs)
         action = sample_action(dist, noise)
@@ -454,7 +451,7 @@ def rollout(args, env, params, env_state, episodes, key):
         next_obs, env_state = env.observe(next_state), jnp.where(done, reset_state, next_state)
         return (env_state, episodes), Trajectory(obs, action, logprob, reward, terminated, truncated, next_obs)
 
-    (env_state, episodes), trajectory = jax.lax.scan(step, (env_state, episodes), (noises, resets))
+    (env_state, episodes), trajectory = jax.lax.scan(step, (env_state, episodes), random)
     return env_state, episodes, trajectory
 
 
@@ -468,8 +465,7 @@ def trajectory_values(env, params, trajectory):
         window = slice(start, start + env.max_episode_steps)
         truncated = trajectory.truncated[window]
         final_obs = jnp.take_along_axis(trajectory.next_obs[window], truncated.argmax(0)[None, None], axis=0)[0]
-        final_values = jnp.where(truncated, value(params, final_obs), next_values[window])
-        next_values = next_values.at[window].set(final_values)
+        next_values = next_values.at[window].set(jnp.where(truncated, value(params, final_obs), next_values[window]))
     return values[:-1], next_values
 
 
@@ -506,7 +502,7 @@ def ppo_loss(params, batch, args):
     value_loss = 0.5 * value_error.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy(dist)
-    metrics = {
+    return loss, {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy(dist),
@@ -514,13 +510,6 @@ def ppo_loss(params, batch, args):
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
-    return loss, metrics
-
-
-def normalize(advantage):
-    """Advantages [M] of a minibatch with mean 0 and standard deviation 1 over all devices."""
-    everywhere = jax.lax.all_gather(advantage, AXIS)
-    return (advantage - everywhere.mean()) / (everywhere.std() + 1e-8)
 
 
 def loss_gradient(params, batch, args):
@@ -555,33 +544,29 @@ def random_permutation(key, n):
         return (left << low) | right
 
     index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    index = jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
-    return index.astype(jnp.int32)
+    return jax.lax.while_loop(lambda i: (i >= n).any(), lambda i: jnp.where(i < n, i, feistel(i)), index)
 
 
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of B samples in shuffled minibatches; returns (params, opt_state, metrics)."""
-    num_samples = batch.action.shape[0]
     # One packed array [B, O + 5]: gathering its rows is far cheaper than gathering six arrays.
     packed = jnp.concatenate([batch.obs, jnp.stack([jnp.asarray(x, jnp.float32) for x in batch[1:]])]).T
 
     def minibatch_step(carry, minibatch):
         params, opt_state = carry
-        columns = minibatch.T  # [O + 5, M]
-        batch = Batch(columns[:-5], *columns[-5:])
+        batch = Batch(minibatch.T[:-5], *minibatch.T[-5:])  # features first again
         if args.norm_adv:
-            batch = batch._replace(advantage=normalize(batch.advantage))
-        metrics, grads = loss_gradient(params, batch, args)
-        grads = jax.lax.pmean(grads, AXIS)
-        optimizer = learning_rate, args.adam_eps, args.max_grad_norm
-        params, opt_state, norm = adam_update(grads, opt_state, params, *optimizer)
+            advantages = jax.lax.all_gather(batch.advantage, AXIS)  # of all devices
+            batch = batch._replace(advantage=(batch.advantage - advantages.mean()) / (advantages.std() + 1e-8))
+        metrics, grads = jax.lax.pmean(loss_gradient(params, batch, args), AXIS)
+        params, opt_state, norm = adam_update(args, grads, opt_state, params, learning_rate)
         return (params, opt_state), {**metrics, "losses/grad_norm": norm}
 
     def epoch(carry, key):
         params, opt_state, active = carry
-        order = random_permutation(key, num_samples).reshape(args.num_minibatches, -1)
+        order = random_permutation(key, len(packed)).reshape(args.num_minibatches, -1)
         new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), packed[order])
-        metrics, was_active = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS), active
+        metrics, was_active = jax.tree.map(jnp.mean, metrics), active
         if args.target_kl is not None:
             new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
             active = active & (metrics["losses/approx_kl"] <= args.target_kl)
@@ -610,7 +595,7 @@ class TrainState(NamedTuple):
 
 def seed_keys(args):
     """One PRNG key per agent, [K]."""
-    return jax.vmap(jax.random.key)(args.seed + jnp.arange(args.num_seeds, dtype=jnp.uint32))
+    return jax.vmap(jax.random.key)(jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32))
 
 
 # Runs once: compiling it quickly matters more than running it fast.
@@ -634,25 +619,23 @@ def update(args, state):
     """One PPO update of one agent on one device of the mesh: rollout, GAE, epochs of minibatches."""
     env = dataclasses.replace(make_env(args), max_episode_steps=args.train_episode_steps)
     key, rollout_key, epochs_key = jax.random.split(jax.random.wrap_key_data(state.key), 3)
-    device = jax.lax.axis_index(AXIS)
-    rollout_key, epochs_key = (jax.random.fold_in(k, device) for k in (rollout_key, epochs_key))
+    rollout_key, epochs_key = (jax.random.fold_in(k, jax.lax.axis_index(AXIS)) for k in (rollout_key, epochs_key))
     env_state, episodes, traj = rollout(args, env, state.params, state.env_state, state.episodes, rollout_key)
     values, next_values = trajectory_values(env, state.params, traj)
     flags = traj.terminated, traj.truncated
     advantages = compute_gae(args.reward_scale * traj.reward, values, next_values, *flags, args.gamma, args.gae_lambda)
-    returns = advantages + values
-    flat = (x.reshape(-1) for x in (traj.action, traj.logprob, advantages, returns, values))
+    flat = (x.reshape(-1) for x in (traj.action, traj.logprob, advantages, advantages + values, values))
     batch = Batch(traj.obs.swapaxes(0, 1).reshape(env.obs_size, -1), *flat)
     learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
     params, opt_state, metrics = update_epochs(args, state.params, state.opt_state, batch, learning_rate, epochs_key)
     all_devices = lambda x: jax.lax.all_gather(x, AXIS)
-    metrics |= {
-        "losses/explained_variance": 1 - all_devices(returns - values).var() / all_devices(returns).var(),
+    state = TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), state.update + 1)
+    return state, metrics | {
+        "losses/explained_variance": 1 - all_devices(batch.advantage).var() / all_devices(batch.ret).var(),
         "charts/learning_rate": jnp.float32(learning_rate),
         "charts/episodic_return": jnp.nanmean(all_devices(episodes.last_ret)),  # NaN before the first episode ends
         "charts/episodic_length": jnp.nanmean(all_devices(episodes.last_length)),
     }
-    return TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), state.update + 1), metrics
 
 
 def over_seeds(function):
@@ -678,10 +661,9 @@ def shard_state(args, state):
 
 def make_train_step(args):
     """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    step = over_seeds(lambda state: update(args, state))
     layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
     # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
-    return jax.jit(jax.shard_map(step, **layout, check_vma=False))
+    return jax.jit(jax.shard_map(over_seeds(lambda state: update(args, state)), **layout, check_vma=False))
 
 
 def make_train_chunk(args):
@@ -707,27 +689,23 @@ def evaluate(args, params, key):
     Takes parameters and keys with a leading axis K. Gives returns, lengths and successes [K, S, E], and the states
     [K, L, 4, S, 2] of the first two episodes, frozen after their end (L = longest possible episode + 1).
     """
-    envs = [dataclasses.replace(make_env(args), start=start) for start in STARTS]
-    env = envs[0]
+    env = make_env(args)
 
-    def play(params, key):
-        first = jnp.concatenate([env.reset(key, (args.eval_episodes,)) for env in envs], axis=-1)  # [4, S * E]
-
+    def play(params, first):  # from states [4, E]
         def step(carry, _):
-            state, ret, length, running = carry
+            state, running = carry
             action = greedy_action(policy(params, env.observe(state)))
             next_state, reward, terminated = env.step(state, action)
             state = jnp.where(running, next_state, state)
-            return (state, ret + reward * running, length + running, running & ~terminated), state
+            return (state, running & ~terminated), (state, reward * running, running)
 
-        zeros = jnp.zeros(first.shape[-1])
-        carry = first, zeros, zeros.astype(jnp.int32), zeros == 0
-        (_, ret, length, _), states = jax.lax.scan(step, carry, length=env.max_episode_steps)
-        by_start = lambda x: x.reshape(*x.shape[:-1], len(STARTS), -1)
+        carry = first, jnp.ones(args.eval_episodes, bool)
+        _, (states, rewards, running) = jax.lax.scan(step, carry, length=env.max_episode_steps)
         states = jnp.concatenate([first[None], states])
-        return by_start(ret), by_start(length), by_start(env.succeeded(states)), by_start(states)[..., :2]
+        return rewards.sum(0), running.sum(0), env.succeeded(states), states[..., :2]
 
-    return over_seeds(play)(params, key)
+    first = lambda key: jnp.stack([CartPoleSwingUp(start=s).reset(key, (args.eval_episodes,)) for s in STARTS])
+    return over_seeds(lambda params, key: jax.vmap(play, (None, 0), (0, 0, 0, -2))(params, first(key)))(params, key)
 
 
 def evaluation_keys(args):
@@ -735,22 +713,21 @@ def evaluation_keys(args):
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def summarize_evaluation(args, evaluation):
-    """What summary.json and eval.json say of an evaluation: over all agents, and lists with one entry per agent.
+def summarize_evaluation(args, evaluation, alive):
+    """What summary.json and eval.json say of an evaluation: over agents alive, and lists with one entry per agent.
 
     Returns and lengths are those of the training's own start, success rates those of every start.
     """
-    start = STARTS.index(args.start)
-    returns, lengths = (np.asarray(x, float)[:, start] for x in evaluation[:2])  # [K, E]
+    returns, lengths = (np.asarray(x, float)[:, STARTS.index(args.start)] for x in evaluation[:2])  # [K, E]
     successes = np.moveaxis(np.asarray(evaluation[2], float), 1, 0)  # [S, K, E]
-    statistics = lambda axis: {
-        "eval_return_mean": returns.mean(axis).tolist(),
-        "eval_return_std": returns.std(axis).tolist(),
-        "eval_length_mean": lengths.mean(axis).tolist(),
-        "success_rate": {start: success.mean(axis).tolist() for start, success in zip(STARTS, successes)},
+    statistics = lambda agents, axis=None: {
+        "eval_return_mean": returns[agents].mean(axis).tolist(),
+        "eval_return_std": returns[agents].std(axis).tolist(),
+        "eval_length_mean": lengths[agents].mean(axis).tolist(),
+        "success_rate": {start: success[agents].mean(axis).tolist() for start, success in zip(STARTS, successes)},
     }
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": "greedy"} | statistics(None)
-    return overall | {"eval_return_ci95": bootstrap_interval(returns.mean(1)), "per_seed": statistics(1)}
+    overall = {"eval_episodes": args.eval_episodes, "eval_mode": "greedy"} | statistics(alive)
+    return overall | {"eval_return_ci95": bootstrap_interval(returns[alive].mean(1)), "per_seed": statistics(..., 1)}
 
 
 def bootstrap_interval(values, samples=10_000):
@@ -777,7 +754,8 @@ def assess(args, state, video):
     """Evaluates all agents and records the first one; returns the summary."""
     evaluation = evaluate(args, state.params, evaluation_keys(args))
     record_video(args, video, evaluation)
-    return summarize_evaluation(args, evaluation)
+    alive = [all(np.isfinite(x[k]).all() for x in jax.tree.leaves(state.params)) for k in range(args.num_seeds)]
+    return summarize_evaluation(args, evaluation, np.array(alive))
 
 
 class RunError(Exception):
@@ -813,7 +791,7 @@ def load_checkpoint(run_dir, template):
     except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
         raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
     form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    fits = arrays.pop("script", None) == SCRIPT and form(arrays) == form(expected)
+    fits = str(arrays.pop("script", None)) == SCRIPT and form(arrays) == form(expected)
     _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
     return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
 
@@ -833,12 +811,12 @@ def load_run(run_dir):
 
 
 RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
-RENEWABLE += "num_devices track wandb_project resume eval total_timesteps".split()
+RENEWABLE += "num_devices track wandb_project total_timesteps".split()
 
 
 def merge_args(given, saved):
     """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = dict(vars(given).items() - vars(Args()).items() - vars(saved).items())
+    changes = dict(vars(given).items() - vars(Args(resume=given.resume)).items() - vars(saved).items())
     for name, new in sorted(changes.items()):
         renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
         _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
@@ -860,26 +838,25 @@ class Logger:
         folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
         table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        start, step = SessionLog(status=SessionLog.START), update * args.batch_size
+        step = update * args.batch_size
         for writer in self.writers:
             writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
             # Readers drop what an interrupted run had logged after this step.
-            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
-        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training: its steps per second
+            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log={"status": "START"}))
+        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training, in this process, no pauses
 
     def log(self, step, metrics):
         """Writes {tag: [K]} at a step; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            values = [Summary.Value(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
-            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            values = [dict(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary={"value": values}))
             writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
 
     def log_pending(self):
         """Waits for the chunk of updates whose (update, metrics) are pending and logs it; raises RunError."""
         if self.pending is None:
             return
-        (update, metrics), self.pending = self.pending, None
-        metrics = jax.tree.map(np.asarray, metrics)  # waits for the device
+        (update, metrics), self.pending = jax.tree.map(np.asarray, self.pending), None  # waits for the device
         step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
         self.seconds = time.perf_counter() - self.start
         self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
@@ -907,15 +884,13 @@ class Logger:
         jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
-        if self.is_terminal:
-            print()
+        print(end="\n" if self.is_terminal else "")
 
 
 def write_json(path, content):
     """Writes JSON atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    path.with_suffix(".tmp").write_text(json.dumps(content, indent=2) + "\n")
+    path.with_suffix(".tmp").replace(path)
 
 
 # ======================================================================================================================
@@ -923,29 +898,26 @@ def write_json(path, content):
 # ======================================================================================================================
 
 
-def open_run(args):
+def open_run(given):
     """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
-    run_dir = pathlib.Path(args.runs_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    if args.resume:
-        run_dir, args = pathlib.Path(args.resume), merge_args(args, load_args(args.resume))
+    name = f"{given.env_id}__{given.exp_name}__{given.seed}__{int(time.time())}"
+    run_dir = pathlib.Path(given.resume or f"{given.runs_dir}/{name}")
+    args = merge_args(given, load_args(run_dir)) if given.resume else given
     _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    devices = jax.local_device_count()
-    _check(args.num_devices <= devices, f"--num-devices {args.num_devices}: JAX sees {devices}, see --help")
+    _check(args.num_devices <= jax.local_device_count(), f"--num-devices: JAX sees {jax.local_devices()}, see --help")
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    run_dir.mkdir(parents=True, exist_ok=bool(given.resume))
     video_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / "args.json", {**vars(args), "resume": None, "eval": None})
+    write_json(run_dir / "args.json", vars(args))
     return args, run_dir, video_dir
 
 
-def train(args, stop):
+def train(given, stop):
     """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
-    args, run_dir, video_dir = open_run(args)
+    args, run_dir, video_dir = open_run(given)
     start = time.perf_counter()
     state = init_train_state(args, seed_keys(args))
-    if args.resume:
-        state = load_checkpoint(run_dir, state)
-    state = shard_state(args, state)
+    state = shard_state(args, load_checkpoint(run_dir, state) if given.resume else state)
     train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - start
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -959,13 +931,13 @@ def train(args, stop):
             state, metrics = train_chunk(state, jnp.int32(target - done))
             logger.log_pending()  # the chunk before, while this one runs
             done, logger.pending = target, (target, metrics)
-            if done % args.checkpoint_interval == 0:
-                with logger.paused():
-                    save_checkpoint(run_dir, state)
             if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
                 with logger.paused():
                     scores = assess(args, state, video())["per_seed"]
                     logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
+            if done % args.checkpoint_interval == 0:
+                with logger.paused():
+                    save_checkpoint(run_dir, state)
         with logger.paused():
             save_checkpoint(run_dir, state)
         interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
@@ -994,10 +966,9 @@ def evaluate_run(given):
     """Evaluates a saved run: writes its eval.json and a video, nothing else."""
     args, state = load_run(given.eval)
     args = dataclasses.replace(args, eval_episodes=given.eval_episodes)
-    run_dir = pathlib.Path(given.eval)
-    video = pathlib.Path(given.videos_dir, run_dir.resolve().name, f"eval.{VIDEO_FORMAT}")
+    video = pathlib.Path(given.videos_dir, pathlib.Path(given.eval).resolve().name, f"eval.{VIDEO_FORMAT}")
     summary = assess(args, state, video)
-    write_json(run_dir / "eval.json", summary)
+    write_json(pathlib.Path(given.eval, "eval.json"), summary)
     print(f"video: {video}\n{describe(summary)}")
 
 
@@ -1008,7 +979,7 @@ def main(args):
     handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
     try:
         evaluate_run(args) if args.eval else train(args, stop)
-    except (UsageError, RunError, OSError) as error:
+    except (UsageError, RunError, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     finally:

@@ -38,7 +38,7 @@ QUICK = {
         log_interval=2,
         checkpoint_interval=5,
         eval_episodes=4,
-        env_id="MiniGrid-Empty-5x5-v0",
+        env_id="MiniGrid-Dynamic-Obstacles-5x5-v0",
         num_minibatches=2,
         rnn_hidden_dim=16,
         head_hidden_dim=16,
@@ -57,8 +57,9 @@ MODULES = [importlib.import_module(name) for name in QUICK]
 
 
 def pytest_collection_modifyitems(items):
-    """The slowest file first: begun last, it would keep one of two processes busy long after the other is done."""
-    items.sort(key=lambda item: item.path.name != "test_processes.py")
+    """The slowest files first: begun last, they would keep one of two processes busy long after the other is done."""
+    slow = ["test_distributed.py", "test_parallel.py", "test_processes.py"]
+    items.sort(key=lambda item: slow.index(item.path.name) if item.path.name in slow else len(slow))
 
 
 @pytest.fixture(scope="session", params=MODULES, ids=lambda module: module.__name__)
@@ -76,6 +77,14 @@ def having(*names, lacking=None):
     )
 
 
+def once(name):
+    """Restricts a test to the first script that defines a name, which test_drift.py holds to be one text in all."""
+    module = next(module for module in MODULES if hasattr(module, name))
+    return pytest.mark.parametrize(
+        "script", [module], ids=lambda module: module.__name__, indirect=True, scope="session"
+    )
+
+
 def quick_args(script, **options):
     """`Args` of the script's quick run with some options changed."""
     return script.Args(**QUICK[script.__name__] | options)
@@ -87,16 +96,18 @@ def command(script, **options):
     return [sys.executable, f"{script.__name__}.py", *(word for pair in pairs for word in pair)]
 
 
-def start(script, folder, devices=1, *flags, **options):
+def start(script, folder, devices=1, *flags, code=None, **options):
     """Copies the script alone into a folder and starts it there as a process that sees this many devices.
 
-    `flags` are flags without a value.
+    `flags` are flags without a value. `code` is run instead of the script, with the same arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(script.__file__, folder)
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    return subprocess.Popen([*command(script, **options), *flags], cwd=folder, env=env, text=True, **pipes)
+    python, file, *words = command(script, **options)
+    program = ["-c", code] if code else [file]
+    return subprocess.Popen([python, *program, *words, *flags], cwd=folder, env=env, text=True, **pipes)
 
 
 def finish(script, folder, devices=1, **options):

@@ -1,5 +1,6 @@
 """Robustness: wrong arguments, damaged and foreign files, NaN; and the files that a run leaves."""
 
+import dataclasses
 import json
 import pickle
 import re
@@ -8,10 +9,11 @@ import struct
 import sys
 import zipfile
 
+import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import QUICK, having, newest_checkpoint, quick_args, scalars
+from conftest import QUICK, having, newest_checkpoint, once, quick_args, scalars
 
 SUMMARY_KEYS = set(
     """script env_id seed num_seeds num_envs num_steps total_timesteps sps compile_seconds train_seconds wall_seconds
@@ -109,7 +111,7 @@ def test_unwritable_runs_folder(script, tmp_path, capsys):
 
 
 def test_summary_and_events_are_complete(script, finished_run):
-    """A run of the script alone in an empty folder leaves all that DESIGN.md lists."""
+    """A run of the script alone in an empty folder leaves a complete summary, events and a video."""
     summary = json.loads((finished_run / "summary.json").read_text())
     assert SUMMARY_KEYS <= set(summary)
     assert (summary["script"], summary["status"]) == (script.__name__, "finished")
@@ -121,6 +123,34 @@ def test_summary_and_events_are_complete(script, finished_run):
     assert all(np.isfinite(value) for events in logged.values() for _, value in events)
     steps = [step for step, _ in logged["losses/policy_loss"]]
     assert steps == sorted(set(steps)) and steps[-1] == summary["total_timesteps"]
+    assert summary["sps"] == pytest.approx(summary["total_timesteps"] / summary["train_seconds"])
+    assert summary["compile_seconds"] + summary["train_seconds"] < summary["wall_seconds"]
+    assert [path.stem for path in sorted(finished_run.glob("checkpoints/*"))] == ["000000010", "000000015", "000000020"]
+
+
+def test_logged_values_belong_to_their_steps(script, finished_run):
+    """The annealed learning rate of each logged update; the last return is that of the last checkpoint's episodes."""
+    args, logged = script.load_args(finished_run), scalars(finished_run)
+    for step, rate in logged["charts/learning_rate"]:
+        done = step / args.batch_size - 1  # updates before the logged one
+        assert rate == pytest.approx(args.learning_rate * (1 - done / args.num_updates * args.anneal_lr), rel=1e-5)
+    with np.load(newest_checkpoint(finished_run)) as file:
+        assert logged["charts/episodic_return"][-1][1] == pytest.approx(np.nanmean(file["episodes/last_ret"]), rel=1e-5)
+
+
+@once("Logger")
+def test_folder_of_several_seeds(script, tmp_path):
+    """A TensorBoard run and a value of every result for each seed, and an interval of their mean."""
+    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
+    steps = 2 * quick_args(script).batch_size
+    script.main(quick_args(script, num_seeds=2, seed=5, total_timesteps=steps, **folders))
+    (run_dir,) = tmp_path.glob("runs/*")
+    logged = [scalars(run_dir / f"seed_{seed}")["eval/episodic_return"][-1][1] for seed in (5, 6)]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    returns = summary["per_seed"]["eval_return_mean"]
+    assert returns == pytest.approx(logged, rel=1e-5)
+    assert summary["eval_return_mean"] == pytest.approx(np.mean(returns))
+    assert summary["eval_return_ci95"] == [min(returns), max(returns)]  # of two values
 
 
 @having("load_run")
@@ -222,13 +252,15 @@ def middles_of_members(path):
     return middles
 
 
-@having("load_run", lacking="make_pool")
+@once("load_checkpoint")
 def test_flipped_bits_never_go_unnoticed(script, run_copy):
     """One bit flipped in each array and all over the file: an error, or (in bytes without meaning) the same state."""
     path = newest_checkpoint(run_copy)
     original = path.read_bytes()
     with np.load(path) as file:
         arrays = {name: file[name].tobytes() for name in file.files}
+    args = script.load_args(run_copy)
+    template = script.init_train_state(args, script.seed_keys(args))
     middles = middles_of_members(path)
     everywhere = set(np.random.default_rng(0).integers(len(original), size=60))
     tail = set(range(len(original) - 100, len(original)))  # the archive's directory
@@ -237,7 +269,7 @@ def test_flipped_bits_never_go_unnoticed(script, run_copy):
         damaged[position] ^= 1
         path.write_bytes(damaged)
         try:
-            _, state = script.load_run(run_copy)
+            state = script.load_checkpoint(run_copy, template)
         except script.RunError:
             continue
         assert position not in middles
@@ -270,7 +302,9 @@ def test_folder_that_is_no_run(script, use, tmp_path, capsys):
         assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("changed", [{"num_steps": "8"}, {"num_steps": 8.0}, {"anneal_lr": "no"}, {"exp_name": None}])
+@pytest.mark.parametrize(
+    "changed", [{"num_steps": "8"}, {"num_steps": 8.0}, {"anneal_lr": 1}, {"exp_name": None}, {"runs_dir": 5}]
+)
 def test_values_of_the_wrong_type(script, changed, run_copy):
     """Refused from Python and in a saved args.json."""
     with pytest.raises(script.UsageError, match="wrong type"):
@@ -288,12 +322,34 @@ def test_whole_numbers_are_fine_where_fractions_are(script, run_copy):
     assert script.load_args(run_copy).vf_coef == 1
 
 
-@pytest.mark.parametrize("flag, value", [("learning_rate", 0.5), ("num_envs", 16), ("seed", 7), ("gamma", 0.5)])
+@pytest.mark.parametrize(
+    "flag, value", [("learning_rate", 0.5), ("num_envs", 16), ("seed", 7), ("gamma", 0.5), ("total_timesteps", 10**6)]
+)
 def test_resume_with_another_flag(script, run_copy, flag, value, tmp_path, capsys):
     """A flag that is part of the run must not change: wrong usage."""
     args = script.Args(resume=str(run_copy), videos_dir=str(tmp_path / "videos"), **{flag: value})
     code, error = failure(script, args, capsys)
     assert code == 2 and f"--{flag.replace('_', '-')}" in error
+
+
+def test_flags_that_resume_may_change(script):
+    """They and no others change; they are checked with the run's own flags, not with the defaults."""
+    saved = quick_args(script, num_envs=3, num_steps=10, num_minibatches=1, total_timesteps=300, anneal_lr=False)
+    given = dict(total_timesteps=90, eval_episodes=7, log_interval=3, videos_dir="elsewhere", track=True)
+    if not hasattr(script, "make_pool"):
+        given |= {"num_devices": 3}
+    merged = script.merge_args(script.Args(resume="run", **given), saved)
+    assert merged == dataclasses.replace(saved, **given)
+    with pytest.raises(script.UsageError, match="--total-timesteps"):
+        script.merge_args(script.Args(resume="run", total_timesteps=20), saved)
+
+
+@once("seed_keys")
+def test_all_seeds_have_keys(script):
+    """Up to the largest that `Args` takes, and each seed's key is that of JAX."""
+    keys = script.seed_keys(quick_args(script, seed=2**32 - 2, num_seeds=2))
+    expected = [jax.random.key(np.uint32(seed)) for seed in (2**32 - 2, 2**32 - 1)]
+    np.testing.assert_array_equal(jax.random.key_data(keys), [jax.random.key_data(key) for key in expected])
 
 
 def test_losses_that_are_not_finite(script, run_copy, tmp_path, capsys):

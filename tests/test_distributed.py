@@ -1,26 +1,23 @@
 """Several processes on one machine that train one agent: they agree, stop together, and none outlives another."""
 
 import json
-import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import QUICK, having, run_of, start
+from conftest import QUICK, having, once, run_of, start
 
-# What `main` does up to the last update; every process writes down the parameters that lie on its own device.
-TRAIN = """
-import {script} as script, jax, jax.numpy as jnp, numpy as np
-args = script.join_processes(script.Args(**{options}), "scratch")
-pool = [script.make_env(args)] if hasattr(script, "make_pool") else []
-state = script.shard_state(args, script.init_train_state(args, script.seed_keys(args), *pool))
-state, _ = script.make_train_chunk(args, *pool)(state, jnp.int32(args.num_updates))
-np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
+# Runs a script; with each checkpoint every process writes down the parameters that lie on its own device.
+RUN = """
+import {script} as script, jax, numpy as np, tyro
+save_checkpoint = script.save_checkpoint
+def save_both(run_dir, state):
+    np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
+    save_checkpoint(run_dir, state)
+script.save_checkpoint = save_both
+script.main(tyro.cli(script.Args))
 """
 
 
@@ -37,10 +34,10 @@ def joined(script, **options):
     return [options | dict(coordinator_address=address, num_processes=2, process_id=i) for i in range(2)]
 
 
-def start_two(script, folder, **options):
-    """Two processes, in folders of their own so that it shows who writes what."""
+def start_two(script, folder, code=None, **options):
+    """Two processes, in folders of their own so that it shows who writes what; `code` runs instead of the script."""
     pair = joined(script, **options)
-    return [start(script, folder / f"process_{i}", 1, "--distributed", **pair[i]) for i in range(2)]
+    return [start(script, folder / f"process_{i}", 1, "--distributed", code=code, **pair[i]) for i in range(2)]
 
 
 def communicate(processes, timeout=120):
@@ -59,7 +56,7 @@ def final(run_dir):
 def together(script, tmp_path_factory):
     """Folder in which two processes finished the quick run."""
     folder = tmp_path_factory.mktemp("together")
-    for code, out, err in communicate(start_two(script, folder)):
+    for code, out, err in communicate(start_two(script, folder, RUN.format(script=script.__name__))):
         assert code == 0, out + err
     return folder
 
@@ -67,7 +64,8 @@ def together(script, tmp_path_factory):
 @having("join_processes", lacking="make_pool")
 def test_first_process_writes_what_one_with_two_devices_would(script, together, tmp_path):
     """All arrays of the last checkpoint, up to the order of additions; the other process leaves nothing behind."""
-    assert [path.name for path in (together / "process_1").iterdir()] == [f"{script.__name__}.py"]
+    left = {path.name for path in (together / "process_1").iterdir()} - {"params.npz", "__pycache__"}  # the test's own
+    assert left == {f"{script.__name__}.py"}
     run_dir = run_of(together / "process_0")
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
     alone = start(script, tmp_path, devices=2, **QUICK[script.__name__] | {"num_devices": 2})
@@ -79,18 +77,10 @@ def test_first_process_writes_what_one_with_two_devices_would(script, together, 
 
 
 @having("join_processes")
-def test_parameters_are_the_same_in_both(script, together, tmp_path):
+def test_parameters_are_the_same_in_both(script, together):
     """Bit for bit, and those of the checkpoint."""
-    processes = []
-    for i, options in enumerate(joined(script, distributed=True)):
-        (tmp_path / str(i)).mkdir()
-        shutil.copy(script.__file__, tmp_path / str(i))
-        code = TRAIN.format(script=script.__name__, options=options)
-        env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-        processes.append(subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path / str(i), env=env))
-    assert [p.wait(120) for p in processes] == [0, 0]
     checkpoint = [x for name, x in final(run_of(together / "process_0")).items() if name.startswith("params/")]
-    with np.load(tmp_path / "0" / "params.npz") as first, np.load(tmp_path / "1" / "params.npz") as second:
+    with np.load(together / "process_0/params.npz") as first, np.load(together / "process_1/params.npz") as second:
         for name, expected in zip(first.files, checkpoint, strict=True):
             assert first[name].tobytes() == second[name].tobytes() == expected.tobytes()
 
@@ -137,6 +127,20 @@ def test_without_coordinator(script, tmp_path, capsys):
     process = start(script, tmp_path, 1, "--distributed")
     ((code, _, err),) = communicate([process])
     assert code == 2 and "--distributed" in err and "Traceback" not in err
+
+
+@once("join_processes")
+def test_folder_that_is_no_run_ends_both(script, tmp_path):
+    """Neither waits for the other: both say at once what is wrong."""
+    for code, _, err in communicate(start_two(script, tmp_path, resume="runs/missing"), timeout=60):
+        assert code == 1 and "runs/missing is not a run" in err and "Traceback" not in err
+
+
+@having("join_processes")
+def test_processes_without_distributed(script):
+    """Forgetting one flag would train as many agents, each alone."""
+    with pytest.raises(script.UsageError, match="--distributed"):
+        script.Args(num_processes=2)
 
 
 @having("join_processes")

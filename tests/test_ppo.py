@@ -9,7 +9,7 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
-from conftest import having, quick_args
+from conftest import MODULES, having, once, quick_args
 
 
 def close(ours, expected, rtol, atol=0.0):
@@ -40,8 +40,10 @@ def test_initial_weights_are_orthogonal(script):
             assert not b.any()
 
 
-@having("adam_update")
-def test_adam_equals_optax(script):
+@pytest.mark.parametrize(
+    "script", MODULES[1:], ids=lambda module: module.__name__, indirect=True, scope="session"
+)  # the first two share a text
+def test_optimizer_equals_optax(script):
     """100 steps with an annealed learning rate; gradients small, large (clipped) and zero."""
     rng = np.random.default_rng(0)
     shapes = {"a": {"w": (5, 3), "b": (5, 1)}, "c": {"w": (2, 7)}}
@@ -49,13 +51,17 @@ def test_adam_equals_optax(script):
     rate = lambda count: 1e-3 * (1 - count / 100)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
     params = expected = draw()
-    state, optax_state = script.adam_init(params), optimizer.init(params)
-    ours = jax.jit(lambda g, s, p, rate: script.adam_update(g, s, p, rate, eps=1e-5, max_grad_norm=0.5))
-    theirs = jax.jit(optimizer.update)
+    args = quick_args(script, max_grad_norm=0.5, adam_eps=1e-5)
+    if hasattr(script, "adam_init"):
+        state, step = script.adam_init(params), script.adam_update
+    else:
+        state, step = script.make_optimizer(args).init(params), script.optimizer_update
+    optax_state = optimizer.init(params)
+    ours, theirs = jax.jit(step, static_argnums=0), jax.jit(optimizer.update)
     clipped = 0
-    for step, scale in enumerate(20 * [0.0, 1e-4, 1e-2, 1.0, 100.0]):
+    for count, scale in enumerate(20 * [0.0, 1e-4, 1e-2, 1.0, 100.0]):
         grads = jax.tree.map(lambda x: scale * x, draw())  # noqa: B023
-        params, state, norm = ours(grads, state, params, rate(step))
+        params, state, norm = ours(args, grads, state, params, rate(count))
         updates, optax_state = theirs(grads, optax_state, expected)
         expected = optax.apply_updates(expected, updates)
         close(params, expected, rtol=1e-6, atol=1e-6)
@@ -82,7 +88,7 @@ def definition_of_gae(rewards, values, next_values, terminated, truncated, gamma
     return advantages
 
 
-@having("compute_gae")
+@once("compute_gae")
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
 def test_gae_equals_definition(script, gae_lambda):
     """NumPy in float64, with terminations, truncations and both at once in the middle."""
@@ -97,7 +103,7 @@ def test_gae_equals_definition(script, gae_lambda):
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@having("compute_gae")
+@once("compute_gae")
 def test_gae_worked_example(script):
     """Three steps, then a termination; with lambda 0 the advantages are the deltas."""
     values = jnp.array([[1.0], [1.5], [0.8]])
@@ -115,7 +121,8 @@ def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps
     args = quick_args(script, num_steps=64, total_timesteps=10**6)
     env = dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
     params, env_state, episodes = initial(script, args)
-    _, _, steps = script.rollout(args, env, params, env_state, episodes, jax.random.key(0))
+    rollout = jax.jit(script.rollout, static_argnums=(0, 1))
+    _, _, steps = rollout(args, env, params, env_state, episodes, jax.random.key(0))
     assert steps.truncated.any() == (max_episode_steps < args.num_steps)
     critic = jax.vmap(script.value, (None, 0))
     values, next_values = script.trajectory_values(env, params, steps)
@@ -139,8 +146,9 @@ def test_episode_statistics_equal_replay(script, max_episode_steps):
     params, env_state, episodes = initial(script, args)
     ret, length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
     last_ret, last_length = np.full((2, args.num_envs), np.nan)
+    rollout = jax.jit(script.rollout, static_argnums=(0, 1))
     for key in jax.random.split(jax.random.key(0), 2):
-        env_state, episodes, steps = script.rollout(args, env, params, env_state, episodes, key)
+        env_state, episodes, steps = rollout(args, env, params, env_state, episodes, key)
         for reward, terminated, truncated in zip(
             *map(np.asarray, (steps.reward, steps.terminated, steps.truncated)), strict=True
         ):
@@ -152,9 +160,9 @@ def test_episode_statistics_equal_replay(script, max_episode_steps):
         close(tuple(episodes), (ret, length, last_ret, last_length), rtol=1e-6)
 
 
-@having("make_train_step", "Episodes", lacking="make_pool")
-def test_reported_return_is_that_of_finished_episodes(script):
-    """Updates of four steps: nothing is reported before an episode ends, then the mean of the last finished ones."""
+@once("make_train_step")
+def test_nothing_is_reported_before_an_episode_ends(script):
+    """Updates of four steps: no return at first, then the mean of the last finished ones."""
     args = quick_args(script, num_steps=4)
     train_step = script.make_train_step(args)
     state = script.init_train_state(args, script.seed_keys(args))
@@ -188,17 +196,6 @@ def loss_inputs(script, args, samples=64):
     return params, script.Batch(obs, action, logprob, 3 + 2 * advantage, ret, old_value)
 
 
-def evaluate_loss(script, params, batch, args):
-    """`ppo_loss` of a minibatch, its advantages normalised if so asked, on a mesh of one device."""
-
-    def minibatch_loss(batch):
-        advantage = script.normalize(batch.advantage) if args.norm_adv else batch.advantage
-        return script.ppo_loss(params, batch._replace(advantage=advantage), args)
-
-    loss = jax.vmap(minibatch_loss, axis_name=script.AXIS)
-    return jax.tree.map(lambda x: x[0], loss(jax.tree.map(lambda x: x[None], batch)))
-
-
 def scipy_distribution(dist, action):
     """Log-probabilities [M] of actions and the mean entropy, of logits [A, M] or of (mean [M], log-deviation [])."""
     if isinstance(dist, tuple):
@@ -208,12 +205,16 @@ def scipy_distribution(dist, action):
     return np.log(probabilities[action, np.arange(action.size)]), scipy.stats.entropy(probabilities, axis=0).mean()
 
 
+def normalized(advantage):
+    return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+
 def numpy_ppo_loss(logprob, entropy, value, batch, args):
     """The loss and metrics of PPO from the definition."""
     ratio = np.exp(logprob - batch.logprob)
     advantage = batch.advantage
     if args.norm_adv:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        advantage = normalized(advantage)
     low, high = 1 - args.clip_coef, 1 + args.clip_coef
     policy_loss = np.mean([-min(r * a, np.clip(r, low, high) * a) for r, a in zip(ratio, advantage, strict=True)])
     errors = (value - batch.ret) ** 2
@@ -231,17 +232,17 @@ def numpy_ppo_loss(logprob, entropy, value, batch, args):
     }
 
 
-LOSSES = pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (True, False), (False, True), (False, False)])
+CLIPPING = pytest.mark.parametrize("clip_vloss", [True, False])
 
 
 @having("ppo_loss", "policy")
-@LOSSES
-def test_loss_equals_definition(script, norm_adv, clip_vloss):
+@CLIPPING
+def test_loss_equals_definition(script, clip_vloss):
     """Loss and metrics against NumPy in float64."""
-    args = quick_args(script, norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1)
+    args = quick_args(script, norm_adv=False, clip_vloss=clip_vloss, ent_coef=0.1)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args)
-        ours = evaluate_loss(script, params, batch, args)
+        ours = script.ppo_loss(params, batch, args)
         dist, value = (jax.tree.map(np.asarray, f(params, batch.obs)) for f in (script.policy, script.value))
     batch = jax.tree.map(np.asarray, batch)
     expected = numpy_ppo_loss(*scipy_distribution(dist, batch.action), value, batch, args)
@@ -250,13 +251,13 @@ def test_loss_equals_definition(script, norm_adv, clip_vloss):
 
 
 @having("ppo_loss", "policy")
-@LOSSES
-def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
+@CLIPPING
+def test_loss_gradient_equals_finite_differences(script, clip_vloss):
     """Central differences in float64, along a random direction of each array of parameters."""
-    args = quick_args(script, norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1)
+    args = quick_args(script, clip_vloss=clip_vloss, ent_coef=0.1)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args)
-        loss = jax.jit(lambda params: evaluate_loss(script, params, batch, args)[0])
+        loss = jax.jit(lambda params: script.ppo_loss(params, batch, args)[0])
         grads, structure = jax.tree.flatten(jax.grad(loss)(params))
         leaves = jax.tree.leaves(params)
         rng = np.random.default_rng(1)
@@ -267,7 +268,7 @@ def test_loss_gradient_equals_finite_differences(script, norm_adv, clip_vloss):
             np.testing.assert_allclose((grad * direction).sum(), difference, rtol=1e-6, atol=1e-8)
 
 
-@having("loss_gradient")
+@once("loss_gradient")
 @pytest.mark.parametrize("samples", [64, 3 * 4096, 10_007])
 def test_gradient_in_blocks_equals_the_whole(script, samples):
     """However many blocks a minibatch is cut into, metrics and gradients are those of the whole."""
@@ -279,6 +280,67 @@ def test_gradient_in_blocks_equals_the_whole(script, samples):
     close((metrics, grads), (expected_metrics, expected_grads), rtol=1e-9, atol=1e-12)
 
 
+@having("policy")
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_epoch_of_one_minibatch_equals_definition(script, norm_adv):
+    """`update_epochs` takes optax's Adam step along the gradient of the loss of the whole batch; against float64."""
+    args = quick_args(script, num_minibatches=1, update_epochs=1, norm_adv=norm_adv, ent_coef=0.1)
+    with jax.enable_x64(True):
+        params, batch = loss_inputs(script, args)
+        definite = batch._replace(advantage=normalized(batch.advantage)) if norm_adv else batch
+        grads = jax.grad(lambda params: script.ppo_loss(params, definite, args)[0])(params)
+        optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(0.1, eps=args.adam_eps))
+        expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params))[0])
+    params, batch = jax.tree.map(lambda x: np.asarray(x).astype("f" if x.dtype == float else "i"), (params, batch))
+    update = lambda batch: script.update_epochs(args, params, script.adam_init(params), batch, 0.1, jax.random.key(0))
+    ours, _, metrics = jax.vmap(update, axis_name=script.AXIS)(jax.tree.map(lambda x: x[None], batch))
+    close(jax.tree.map(lambda x: x[0], ours), expected, rtol=1e-3, atol=1e-3)  # of steps of 0.1
+    close(metrics["losses/grad_norm"][0], optax.tree.norm(grads), rtol=1e-4)
+
+
+@having("trajectory_values")
+def test_update_learns_from_the_advantages_of_its_rollout(script, monkeypatch):
+    """What `update` hands to its epochs: the steps of its rollout, their advantages by the definition, and targets."""
+    args = quick_args(script, num_steps=64, total_timesteps=10**5)
+    rollout, seen = script.rollout, {}
+
+    def watched_rollout(*inputs):
+        *others, seen["trajectory"] = rollout(*inputs)
+        return *others, seen["trajectory"]
+
+    def no_epochs(*inputs):  # learns nothing and hands on what it got as if it were metrics
+        params, opt_state = inputs[-5:-3] if script.__name__ != "ppo_minigrid_rnn" else inputs[-6:-4]
+        (batch,) = (x for x in inputs if isinstance(x, script.Batch))
+        return params, opt_state, {"batch": batch, "trajectory": seen["trajectory"]}
+
+    monkeypatch.setattr(script, "rollout", watched_rollout)
+    monkeypatch.setattr(script, "update_epochs", no_epochs)
+    state = script.init_train_state(args, script.seed_keys(args))
+    params, metrics = jax.tree.map(lambda x: x[0], (state.params, script.make_train_step(args)(state)[1]))
+    batch, trajectory = metrics["batch"], metrics["trajectory"]
+    if hasattr(trajectory, "value"):
+        values, next_values = (
+            trajectory.value,
+            script.trajectory_values(args, script.make_env(args), params, trajectory),
+        )
+    else:
+        values, next_values = (
+            jax.vmap(script.value, (None, 0))(params, x) for x in (trajectory.obs, trajectory.next_obs)
+        )
+    flags = np.asarray(trajectory.terminated), np.asarray(trajectory.truncated)
+    assert flags[0].any() or flags[1].any()
+    rewards = getattr(args, "reward_scale", 1.0) * np.asarray(trajectory.reward, float)
+    arrays = rewards, np.asarray(values, float), np.asarray(next_values, float)
+    advantages = definition_of_gae(*arrays, *flags, args.gamma, args.gae_lambda)
+    by_step = lambda x: x.reshape(args.num_steps, args.num_envs)
+    close(by_step(batch.advantage), advantages, rtol=1e-4, atol=1e-5)
+    close(by_step(batch.ret), advantages + values, rtol=1e-4, atol=1e-5)
+    close(by_step(batch.value), values, rtol=1e-5, atol=1e-5)
+    close((by_step(batch.action), by_step(batch.logprob)), (trajectory.action, trajectory.logprob), rtol=0)
+    if hasattr(batch, "obs"):
+        close(batch.obs.reshape(-1, args.num_steps, args.num_envs).swapaxes(0, 1), trajectory.obs, rtol=0)
+
+
 def one_update(script, **options):
     """State ({path: array}) and metrics after the first update of a quick run."""
     args = quick_args(script, **options)
@@ -288,13 +350,24 @@ def one_update(script, **options):
     return jax.tree.map(np.asarray, (script.flatten_state(state), metrics))
 
 
-@having("make_train_step", "flatten_state")
+@pytest.mark.parametrize(
+    "script", [m for m in MODULES if m.__name__ != "ppo_swingup_jax"], ids=lambda m: m.__name__, indirect=True
+)  # which has the first one's `update_epochs`
 def test_target_kl_skips_the_remaining_epochs(script):
     """Beyond the limit after one epoch of three: as if it had been the only one."""
     np.testing.assert_equal(one_update(script, update_epochs=3, target_kl=1e-12), one_update(script, update_epochs=1))
 
 
-@having("make_train_step", "flatten_state")
+@having("make_train_step", lacking="make_pool")
+def test_no_key_is_used_twice(script):
+    """JAX's checker of key reuse, while tracing a training step."""
+    args = quick_args(script)
+    with jax.debug_key_reuse(True):
+        state = script.init_train_state(args, script.seed_keys(args))
+        script.make_train_step(args).trace(state)
+
+
+@once("update_epochs")
 def test_target_kl_hides_no_losses_that_are_not_finite(script):
     """The second epoch diverges; a third would be skipped."""
     options = dict(update_epochs=3, num_minibatches=1, learning_rate=1e30, target_kl=1.0)
@@ -306,7 +379,7 @@ def test_target_kl_hides_no_losses_that_are_not_finite(script):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@having("random_permutation")
+@once("random_permutation")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 31, 64, 100, 1000, 4096, 5000, 8192, 10_007])
 def test_permutation_is_one(script, n):
     """Every index once, the same for the same key, another order for other keys."""
@@ -319,12 +392,12 @@ def test_permutation_is_one(script, n):
     assert len(different) == 10 if n > 30 else len(different) > 1 or n == 1
 
 
-@having("random_permutation")
+@once("random_permutation")
 @pytest.mark.parametrize("n", [5, 8, 16, 100, 128])
 def test_permutation_is_uniform(script, n):
     """Chi-square tests over 50,000 keys: where each of three elements goes, and where pairs of neighbours go."""
     keys = jax.random.split(jax.random.key(0), 50_000)
-    orders = np.asarray(jax.jit(jax.vmap(lambda key: script.random_permutation(key, n)))(keys))
+    orders = np.asarray(jax.jit(jax.vmap(lambda key: script.random_permutation(key, n)))(keys), int)
     for i in (0, n // 2, n - 1):
         assert scipy.stats.chisquare(np.bincount(orders[:, i], minlength=n)).pvalue > 1e-4
     for i, j in [(0, 1), (n - 2, n - 1)]:

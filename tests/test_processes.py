@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import QUICK, finish, having, newest_checkpoint, quick_args, run_of, scalars, start
+from conftest import MODULES, QUICK, finish, newest_checkpoint, once, quick_args, run_of, scalars, start
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +23,11 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
-@having(lacking="make_pool")  # emulators cannot be saved
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+STOPS = [(module, signal.SIGKILL, -9) for module in MODULES if not hasattr(module, "make_pool")]  # emulators are lost
+STOPS += [(MODULES[0], signal.SIGTERM, 143), (MODULES[0], signal.SIGINT, 130)]  # `main` and `train` treat both alike
+
+
+@pytest.mark.parametrize("script, number, code", STOPS, indirect=["script"], ids=lambda x: getattr(x, "__name__", None))
 def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupted_run, number, code, tmp_path):
     """Every array of the last checkpoint and every logged value but the SPS equal those of the uninterrupted run."""
     process = start(script, tmp_path, **long_options)
@@ -55,7 +58,7 @@ def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupt
     assert logged == expected
 
 
-@having("make_train_step", "load_run")
+@once("train")
 def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
     """SIGTERM during the evaluation for a video, before a checkpoint is due: there is one to resume from."""
     evaluate = script.evaluate

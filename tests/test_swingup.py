@@ -189,6 +189,9 @@ def test_training_episodes_are_short(script):
     assert np.nanmax(state.episodes.last_length) == 10 and metrics["charts/episodic_length"] <= 10
     states = script.evaluate(args, state.params, script.evaluation_keys(args))[3]
     assert states.shape[1] == 501
+    angles = np.asarray(states[0, 0, 2])  # of two episodes from each kind of start
+    assert script.STARTS == ("random", "hanging") and (abs(angles[1] - math.pi) <= 0.05).all()
+    assert (abs(abs(angles[0]) - math.pi) > 0.05).any()
 
 
 @pytest.mark.parametrize("x", [-2.4, 0.0, 2.4])
