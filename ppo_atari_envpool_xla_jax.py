@@ -172,7 +172,7 @@ class Args:
         _check(self.eval_mode in ("greedy", "sampled"), f"--eval_mode must be greedy or sampled, not {self.eval_mode}")
         _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume or --eval: a folder")
+        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume, --eval: one folder")
         _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
         _check(self.num_devices == 1, f"--num_devices {self.num_devices}: start a process per device (--distributed)")
         _check(self.distributed or self.num_processes is None, "--num_processes needs --distributed")

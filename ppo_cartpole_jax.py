@@ -150,7 +150,7 @@ class Args:
         _check(self.kinematics_integrator in INTEGRATORS, f"--kinematics_integrator must be one of {INTEGRATORS}")
         _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume or --eval: a folder")
+        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume, --eval: one folder")
         if self.resume:
             return  # `merge_args` checks the rest, given the flags of the saved run
         _check(self.num_envs % self.num_devices == 0, f"--num_devices must divide --num_envs {self.num_envs}")

@@ -168,7 +168,7 @@ class Args:
         _check(self.train_episode_steps <= 500, "--train_episode_steps must not be more than 500")
         _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
         _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume or --eval: a folder")
+        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume, --eval: one folder")
         if self.resume:
             return  # `merge_args` fills in and checks the rest, given the flags of the saved run
         divisors = [n for n in range(1, self.batch_size // 2048 + 1) if self.batch_size % (n * self.num_devices) == 0]

@@ -1,10 +1,10 @@
 """Runs a script once per seed, each in a process of its own; writes the evaluations and a learning curve.
 
     python benchmarks/default_runs.py ppo_cartpole_jax --seeds 20
-    python benchmarks/default_runs.py ppo_swingup_jax --seeds 10 -- --num-envs 1024
+    python benchmarks/default_runs.py ppo_swingup_jax --seeds 2 --out FILE -- --num-envs 1024
 
-Flags after `--` go to the script. Results: <out>.json (per seed: evaluation, SPS, seconds) and <out>.png (mean and 95%
-bootstrap band over the seeds of charts/episodic_return).
+Flags after `--` go to the script. Results: <out>.json (per seed: evaluation, SPS, seconds; the mean curve) and
+<out>.png (mean and 95% bootstrap band over the seeds of charts/episodic_return).
 """
 
 import argparse
@@ -50,6 +50,8 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="path of the results without suffix")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
+    if flags and not choice.out:
+        parser.error("--out is needed with flags of the script: the other results are those of its defaults")
     out = choice.out or ROOT / "benchmarks" / "results" / f"{choice.script}_default_runs"
 
     runs = []
@@ -74,10 +76,10 @@ def main():
         "median_process_seconds": statistics.median(s["process_seconds"] for s in summaries),
         "runs": [{key: summary[key] for key in keys if key in summary} for summary in summaries],
     }
-    out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-
     steps = np.array(runs[0][1])
     curves = np.array([np.interp(steps, s, r) for _, s, r in runs])  # [seeds, points]
+    result["curve"] = {"steps": steps.tolist(), "mean_return": curves.mean(0).round(2).tolist()}
+    out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     resampled = np.random.default_rng(0).integers(len(curves), size=(2000, len(curves)))
     low, high = np.percentile(curves[resampled].mean(1), [2.5, 97.5], axis=0)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

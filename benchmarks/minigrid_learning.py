@@ -1,7 +1,7 @@
 """What ppo_minigrid_rnn.py learns, id by id: success here and with the same weights in Farama's own environments.
 
     python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9     # these ids; without any, all of RUNS
-    python benchmarks/minigrid_learning.py --cut MemoryS9           # the same agent whose hidden state is always zero
+    python benchmarks/minigrid_learning.py --cut MemoryS13          # the same agent whose hidden state is always zero
     python benchmarks/minigrid_learning.py --img-obs Empty-8x8      # from pixels
 
 Every id is trained by the script's `main` and evaluated over 1,024 episodes of its own; then Farama's environments play
@@ -90,8 +90,9 @@ def farama_success(args, params, seed=0, side_by_side=128):
     return float(successes / EPISODES)
 
 
-def run(env_id, cut, img_obs, seed, eval_mode, folder):
-    options = RUNS.get(env_id, {}) | ({"img_obs": True} if img_obs else {})
+def run(env_id, cut, img_obs, seed, eval_mode, total_timesteps, folder):
+    options = RUNS[env_id] | {"img_obs": img_obs}
+    options |= {"total_timesteps": total_timesteps} if total_timesteps else {}
     flags = dict(
         env_id=env_id, seed=seed, eval_episodes=EPISODES, eval_mode=eval_mode, exp_name="cut" if cut else "gru"
     )
@@ -112,19 +113,23 @@ def run(env_id, cut, img_obs, seed, eval_mode, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ids", nargs="*", help="environments; all of RUNS if none is given")
+    parser.add_argument("ids", nargs="*", help="environments, spelled as in RUNS; if none, all of these")
     parser.add_argument("--cut", action="store_true", help="train without recurrence")
     parser.add_argument("--img-obs", action="store_true", help="train from pixels")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--total-timesteps", type=int, help="instead of those in RUNS")
     parser.add_argument("--eval-mode", default="greedy", choices=script.EVAL_MODES)
     parser.add_argument(
         "--folder", default=f"{tempfile.gettempdir()}/minigrid_learning", help="for the runs and videos"
     )
     choice = parser.parse_args()
+    if unknown := set(choice.ids) - set(RUNS):
+        parser.error(f"{unknown} not among {list(RUNS)}")
     if choice.cut:
         cut_recurrence()
     for env_id in choice.ids or RUNS:
-        result = run(env_id, choice.cut, choice.img_obs, choice.seed, choice.eval_mode, choice.folder)
+        options = choice.seed, choice.eval_mode, choice.total_timesteps, choice.folder
+        result = run(env_id, choice.cut, choice.img_obs, *options)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         variant = " without recurrence" * choice.cut + " from pixels" * choice.img_obs
         name = f"{env_id}{variant}, {choice.eval_mode}, seed {choice.seed}"

@@ -1,6 +1,6 @@
 """Steady-state steps per second of every script, of peers, and how they scale; writes JSON.
 
-    python benchmarks/sps.py                       # every script with its own defaults and the reference settings
+    python benchmarks/sps.py                       # every script with its own defaults, and in a setting to compare
     python benchmarks/sps.py --compare             # beside Rejax, Stable-Baselines3 and SBX (see requirements.txt)
     python benchmarks/sps.py --compare --purejaxrl FOLDER    # and PureJaxRL, in a clone of its repository
     python benchmarks/sps.py --scaling num-envs    # 1 .. 65,536 environments; also: num-seeds
@@ -8,12 +8,14 @@
     python benchmarks/sps.py --atari               # Atari: emulators alone, network alone, the whole
     python benchmarks/sps.py --large               # sizes that fill a GPU
 
-Everything is compiled and warmed up first; then the candidates take turns, and medians over the rounds are reported
-together with ratios to the first candidate, because machines drift. A round ends with `block_until_ready`.
+Everything is compiled and warmed up first; then the candidates take turns (sizes of one script, with --scaling and
+--large, are measured one after the other), and medians over the rounds are reported; with peers also by how much ours
+is faster in the median round, because machines drift. A round ends with `block_until_ready`.
 """
 
 import argparse
 import datetime
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -31,16 +33,20 @@ import jax.numpy as jnp
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# Settings for comparisons: the classic CartPole run, the 1,024 x 128 swing-up, a recurrent agent of moderate size.
-REFERENCE = {
-    "ppo_cartpole_jax": dict(num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, anneal_lr=False),
+# Settings to compare with other programs: CartPole with all that the peers compute (normalised advantages, clipped
+# values, entropy), the 1,024 x 128 swing-up, a recurrent agent of moderate size.
+COMPARED = {
+    "ppo_cartpole_jax": dict(
+        num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, learning_rate=2.5e-4, anneal_lr=False,
+        gae_lambda=0.95, norm_adv=True, clip_coef=0.2, clip_vloss=True, ent_coef=0.01, adam_eps=1e-8,
+    ),
     "ppo_swingup_jax": dict(num_envs=1024, num_steps=128, update_epochs=4, num_minibatches=4),
     "ppo_minigrid_rnn": dict(
         env_id="DoorKey-8x8", num_envs=1024, num_steps=16, update_epochs=1, num_minibatches=16, rnn_hidden_dim=64,
         head_hidden_dim=64,
     ),
 }  # fmt: skip
-# Ours -> the environment of xminigrid that comes closest (it sees through walls, ours does not).
+# Ours -> the environment of xminigrid that comes closest (which sees through walls, ours only in Empty).
 PEER_ENVIRONMENTS = {name: name for name in ("Empty-6x6", "DoorKey-8x8", "FourRooms")} | {"MemoryS9": "MemoryS8"}
 # Sizes that fill a GPU; the last ones are the setting of the notebook that the MiniGrid script succeeds.
 LARGE = [
@@ -54,6 +60,17 @@ LARGE = [
     ))
     for bf16 in (False, True)
 ]  # fmt: skip
+
+
+PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid".split()
+
+
+def version(package):
+    """Version of an installed package, None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def matrix_peak(dtype=jnp.float32):
@@ -268,7 +285,10 @@ def rejax_ppo():
 
 
 def purejaxrl_ppo(folder):
-    """PureJaxRL is in no package index; of its imports brax and navix serve other environments than CartPole."""
+    """PureJaxRL is in no package index; of its imports brax and navix serve other environments than CartPole.
+
+    Its program trains from scratch, so the time contains the initialisation, little beside 20 updates.
+    """
     for name in "brax brax.envs brax.envs.wrappers brax.envs.wrappers.training navix".split():
         sys.modules[name] = unittest.mock.MagicMock()
     sys.path.insert(0, str(folder / "purejaxrl"))
@@ -323,7 +343,7 @@ def sb3_like(library):
 def candidates(choice):
     scripts = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
     if choice.compare:
-        yield "ppo_cartpole_jax", lambda: ours("ppo_cartpole_jax", **REFERENCE["ppo_cartpole_jax"])
+        yield "ppo_cartpole_jax", lambda: ours("ppo_cartpole_jax", **COMPARED["ppo_cartpole_jax"])
         yield "rejax", rejax_ppo
         if choice.purejaxrl:
             yield "purejaxrl", lambda: purejaxrl_ppo(choice.purejaxrl)
@@ -360,8 +380,8 @@ def candidates(choice):
     else:
         for name in scripts:
             yield f"{name} defaults", lambda name=name: ours(name)
-            if name in REFERENCE:
-                yield f"{name} reference", lambda name=name: ours(name, **REFERENCE[name])
+            if name in COMPARED:
+                yield f"{name} compared", lambda name=name: ours(name, **COMPARED[name])
 
 
 def main():
@@ -399,22 +419,21 @@ def main():
     rows = []
     for name, (rounds, facts) in measured.items():
         row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, **facts}
-        base = entries[0][0]
-        if choice.env_only:
+        if choice.compare or choice.env_only:  # how much faster the first of the group is
             base = next(group[0][0] for group in groups if name in dict(group))
-        row |= {"base": base, "ratio": statistics.median(a / b for a, b in zip(measured[base][0], rounds))}
+            row |= {"base": base, "base_is_faster": statistics.median(a / b for a, b in zip(measured[base][0], rounds))}
         if "product_flops_per_step" in row:  # model FLOP/s utilisation, against the peak measured above
             row["mfu"] = row["sps"] * row["product_flops_per_step"] / peaks[row["product_dtype"]]
         rows.append(row)
-        print(f"{name:36s} {row['sps']:14,.0f} SPS   {base} is {row['ratio']:6.2f}x"
-              f"   compiled in {row['compile_seconds']:5.1f} s" + (f", MFU {row['mfu']:.0%}" if "mfu" in row else ""),
-              flush=True)  # fmt: skip
+        print(f"{name:36s} {row['sps']:14,.0f} SPS, compiled in {row['compile_seconds']:.1f} s"
+              + (f", {row['base']} is {row['base_is_faster']:.2f} x" if "base" in row else "")
+              + (f", MFU {row['mfu']:.0%}" if "mfu" in row else ""), flush=True)  # fmt: skip
     result = {
         "command": "python " + " ".join([f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": f"{jax.default_backend()} {jax.devices()[0].device_kind}, {platform.machine()}",
         "cpu_count": len(os.sched_getaffinity(0)),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if version(name)},
         "matrix_peak_gflops": {dtype: peak / 1e9 for dtype, peak in peaks.items()},
         "rows": rows,
     }
