@@ -4,7 +4,7 @@
 # ///
 """PPO on cart-pole swing-up in one file and one XLA program: environment, networks, Adam, GAE and update in pure JAX.
 
-    python ppo_swingup_jax.py                              # swings the pole up and balances it, in 25 s on two cores
+    python ppo_swingup_jax.py                              # swings the pole up and balances it, in about 30 s
     python ppo_swingup_jax.py --num-envs 1024              # wider: steps and minibatches follow by themselves
     python ppo_swingup_jax.py --resume runs/<run_name>     # go on after an interruption, bit for bit
 

@@ -29,6 +29,7 @@ import unittest.mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -189,6 +190,51 @@ def our_minigrid(env_id, num_envs, stack):
         return state, jax.vmap(env.observe)(state)
 
     return timed_steps(reset, step, num_envs, stack)
+
+
+def rollout_alone(num_pools, num_steps=128):
+    """A function that plays with an untrained agent and returns steps per second.
+
+    With two pools of half the size the network decides for one of them while the emulators of the other one work.
+    """
+    script = importlib.import_module("ppo_atari_envpool_xla_jax")
+    args = script.Args()
+    size = args.num_envs // num_pools
+    pools = [script.make_pool(args, np.arange(size) + i, training=True) for i in range(num_pools)]
+    params, handles, calls = script.init_params(jax.random.key(0), pools[0].action_space.n), [], []
+    for pool in pools:
+        pool.async_reset()
+        handle, *receive_and_send, _ = pool.xla()
+        handles.append(handle)
+        calls.append(receive_and_send)
+
+    @jax.jit
+    def play(handles, key):
+        def one(handles, noises):
+            handles, frames = list(handles), []
+            for i, (receive, send) in enumerate(calls):
+                handles[i], (obs, *_) = receive(handles[i])
+                action = script.sample_action(script.forward(params, obs)[0], noises[i])
+                handles[i] = send(handles[i], action, jnp.arange(size, dtype=jnp.int32))
+                handles = list(jax.lax.optimization_barrier(tuple(handles)))  # in this order
+                frames.append(obs)
+            return tuple(handles), frames
+
+        return jax.lax.scan(one, handles, script.sample_noise(key, (num_steps, num_pools, size)))
+
+    carry = [tuple(handles)]
+    start = time.perf_counter()
+    play = play.lower(carry[0], jax.random.key(0)).compile()
+    facts = {"compile_seconds": time.perf_counter() - start}
+
+    def run():
+        start = time.perf_counter()
+        carry[0], _ = jax.block_until_ready(play(carry[0], jax.random.key(0)))
+        assert pools is not None  # the compiled program steps them: they have to live as long
+        return num_steps * args.num_envs / (time.perf_counter() - start)
+
+    run()
+    return run, facts
 
 
 def xminigrid_env(env_id, num_envs, stack):
@@ -368,6 +414,8 @@ def candidates(choice):
         yield "emulators alone", emulators_alone
         yield "emulators alone num_envs=64", lambda: emulators_alone(num_envs=64)
         yield "network alone", lambda: ours(name, StillPool)
+        yield "rollout alone", lambda: rollout_alone(1)
+        yield "rollout alone, two half-pools", lambda: rollout_alone(2)
     elif choice.scaling:
         field = choice.scaling.replace("-", "_")
         largest = choice.largest or (65_536 if field == "num_envs" else 256)
