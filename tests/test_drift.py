@@ -38,7 +38,7 @@ DIFFERENT = {
     "summarize_evaluation": ("ABCD", "success rates, modes and consecutive episodes"),
     "record_video": ("ABCD", "a GIF, three panels in an MP4, or a game played again in colour"),
     "describe": ("ABCD", "success rates, modes of evaluation"),
-    "open_run": ("AABB", "flags of one session's processes are not saved"),
+    "open_run": ("AABB", "the flags of its processes are not the run's"),
     "evaluate_run": ("AABC", "modes of evaluation"),
     "load_run": ("AAAB", "a pool of emulators outside of the program"),
     "train": ("AAAB", "a pool of emulators outside of the program, games that start anew"),
