@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "atari_learning.json"
 def random_returns(env_id, episodes):
     """Returns of whole games of uniformly random actions, in the emulators of the evaluation."""
     args = script.Args(env_id=env_id, eval_episodes=episodes)
-    envs = script.make_pool(args, script.evaluation_seeds(args)[0], training=False)
+    envs = script.make_pool(args, script.env_seeds(args, args.eval_episodes, 1)[0])
     envs.reset()
     rng, returns, running = np.random.default_rng(0), np.zeros(episodes), np.ones(episodes, bool)
     while running.any():

@@ -132,6 +132,7 @@ def main():
         result = run(env_id, choice.cut, choice.img_obs, *options)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         variant = " without recurrence" * choice.cut + " from pixels" * choice.img_obs
+        variant += f" in {choice.total_timesteps} steps" if choice.total_timesteps else ""
         name = f"{env_id}{variant}, {choice.eval_mode}, seed {choice.seed}"
         RESULTS.write_text(json.dumps(results | {name: result}, indent=2) + "\n")
         print(f"{name}: {result['success_rate']:.3f}, in Farama's {result['farama_success_rate']:.3f}", flush=True)

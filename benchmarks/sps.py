@@ -200,7 +200,7 @@ def rollout_alone(num_pools, num_steps=128):
     script = importlib.import_module("ppo_atari_envpool_xla_jax")
     args = script.Args()
     size = args.num_envs // num_pools
-    pools = [script.make_pool(args, np.arange(size) + i, training=True) for i in range(num_pools)]
+    pools = [script.make_pool(args, np.arange(size) + i * size, training=True) for i in range(num_pools)]
     params, handles, calls = script.init_params(jax.random.key(0), pools[0].action_space.n), [], []
     for pool in pools:
         pool.async_reset()
