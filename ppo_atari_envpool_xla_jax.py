@@ -5,48 +5,74 @@
 #     "imageio[ffmpeg]>=2.37", "envpool>=1.2.5"
 # ]
 # ///
-"""PPO on Atari in one file and one XLA program: EnvPool's emulators through its XLA interface, CNN and update in JAX.
+"""PPO on Atari in one file and one XLA program: EnvPool's emulators, CNN, GAE and update.
 
-    python ppo_atari_envpool_xla_jax.py                            # Breakout, 10 million steps of four frames each
-    python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --num-seeds 2   # two agents that share one pool of emulators
-    python ppo_atari_envpool_xla_jax.py --resume runs/<run_name>   # go on after an interruption, with new games
+    python ppo_atari_envpool_xla_jax.py                           # Breakout, ten million steps
+    python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --num-seeds 2  # two agents, one pool
+    python ppo_atari_envpool_xla_jax.py --resume runs/<run_name>  # go on, with new games
+    python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluate a run, record a video
 
-The defaults are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py; one step is one decision of the agent, four
-frames of the console. On two CPU cores ten million steps take about six hours.
+The default flags are the setting of CleanRL's ppo_atari_envpool_xla_jax_scan.py. One step is one
+decision of the agent, four frames of the console. On two CPU cores ten million steps take about six
+hours.
 
-Algorithm: PPO (https://arxiv.org/abs/1707.06347) with the details of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-Time limits are not terminations: a truncated episode is bootstrapped with the value of its true last observation.
-EnvPool resets on the step _after_ the end of a life or game and ignores that step's action. That step is masked out of
-the losses and of the statistics of advantages and episodes, GAE does not cross it, but it counts as a step of training.
+An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
+value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
+was, the return grows along the sum over steps of A grad log pi(a|s): make better actions likelier
+and worse ones rarer, the further from expectation the more. Proximal policy optimisation (PPO,
+https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
+sample from pushing the policy too far from the one that played. It repeats one update:
 
-EnvPool's XLA calls exist for CPUs and CUDA GPUs, not for TPUs. The pool is compiled into the program, and all devices
-of a process run the same program: more devices need more processes, one each (`--distributed`).
-Emulators cannot be saved: a resumed run goes on with the same parameters, optimiser, schedule and key, but its games
-start anew, from the seeds of the first ones.
+    1. rollout        T steps in N environments with the current policy       B = T * N samples
+    2. compute_gae    how much better than expected did each action turn out? advantages A
+    3. update_epochs  several passes over the samples in shuffled minibatches:
+         ppo_loss          make better actions likelier; fit the critic       gradients
+         optimizer_update  a step along them                                  parameters
 
-Axes in shape comments: K seeds, T steps, N environments (in what runs on a device: its share), B = T * N batch,
-M minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
+One pool of emulators plays for all agents, so `rollout` and `update` are of K agents; `learn`,
+steps 2 and 3, is of one and pure. Everything from the docstring to the section "Training" is
+reinforcement learning; everything below is about running it: many agents and processes, evaluation,
+files, the command line. EnvPool's XLA interface makes its emulators a call inside the program: XLA
+compiles several whole updates into one, so Python and the device meet once in `--log-interval`
+updates instead of once a step, though at each step the device hands actions to the pool's threads
+and waits for their frames. Details follow
+https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+
+EnvPool's XLA calls exist for CPUs and CUDA GPUs on Linux, not for TPUs. A pool belongs to one
+device, so more devices need more processes, one each (`--distributed`). Emulators cannot be saved:
+a resumed run goes on with the same parameters, optimizer, schedule and key, but its games start
+anew, from the seeds of the first ones.
+
+Axes in shape comments: K agents (seeds), T steps, N environments (within a process: its share),
+B = T * N batch, M samples of a minibatch, A actions, E evaluation episodes, U updates; C, Y, X, F
+channels, rows, columns, features of images.
 """
 
 import time
 
 PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
 
+import atexit
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
+import io
+import itertools
 import json
 import math
 import os
 import pathlib
+import platform as host_platform
 import re
 import shutil
 import signal
 import sys
 import tempfile
 import warnings
-from typing import NamedTuple
+import zlib
+from typing import Annotated, Literal, NamedTuple
 
 import flax.linen as nn
 import imageio.v2 as imageio
@@ -60,14 +86,33 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
-SCRIPT = "ppo_atari_envpool_xla_jax"
-VIDEO_FORMAT = "mp4"
-AXIS = "devices"  # mesh axis over which the environments are sharded
+SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
+DEVICES = "devices"  # the mesh axis over which environments are spread, a device a process
 
 
-# ======================================================================================================================
-# Arguments
-# ======================================================================================================================
+# ==================================================================================================
+# Args
+# ==================================================================================================
+
+
+def parse_count(text):
+    """A whole number in decimal notation: 500000, 500_000 or 5e5."""
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(number)
+
+
+Count = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: parse_count(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +127,11 @@ class Args:
     num_devices: int = 1
     """always 1: a process steps one pool on one device; see distributed"""
     distributed: bool = False
-    """train with several processes that each run this command, also to --resume; the first one writes"""
+    """train with several processes that each run this command, also to --resume; the first one
+    writes"""
     coordinator_address: str | None = None
-    """address:port of the first process; JAX finds this and the next two by itself under SLURM and MPI"""
+    """address:port of the first process; JAX finds this and the next two by itself under SLURM and
+    MPI"""
     num_processes: int | None = None
     """processes that train together"""
     process_id: int | None = None
@@ -92,26 +139,32 @@ class Args:
     exp_name: str = SCRIPT
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/ with TensorBoard events, args.json, checkpoints and summary.json"""
+    """folder that receives <run_name>/: TensorBoard events, args.json, checkpoints, summary.json"""
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between two log entries, fewer updates where a checkpoint or video is due"""
+    """updates that run, at most, before Python logs them (every one of them) and may do more"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
-    """whole games after training, each in an environment of its own"""
-    eval_mode: str = "sampled"
-    """whether evaluation draws actions (sampled) or takes the most probable (greedy), which may never press the FIRE
-    that some games wait for after a lost life: training presses it for the agent"""
+    """games of an evaluation, each in an emulator of its own"""
+    eval_interval: int = 0
+    """updates between evaluations during training; 0: only after the last update"""
+    eval_mode: Literal["sampled", "greedy"] = "sampled"
+    """whether evaluation draws actions or takes the most likely ones; these may never press the
+    FIRE that some games wait for"""
+    eval_protocol: Literal["training", "whole-games"] = "training"
+    """training: games go on after each life as in training, with no-ops and FIRE (CleanRL's way);
+    whole-games: the agent plays from the first life to the last without help. Both count the raw
+    score of the whole game"""
     capture_video: bool = False
-    """also evaluate and record the policy during training, not only at its end"""
+    """also record the policy during training, not only at its end"""
     video_interval: int = 1000
     """updates between two videos"""
     resume: str | None = None
-    """folder of a run to continue with its saved flags; a flag given now counts if it differs from its default"""
+    """folder of a run to go on with; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate, with the evaluation flags given now, no others; writes eval.json and a video"""
+    """folder of a run to evaluate; writes its eval.json and a video, nothing else"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -122,11 +175,16 @@ class Args:
     """game, as EnvPool names it"""
     max_episode_steps: int = 27_000
     """steps of four frames after which a game is truncated, in training and in evaluation"""
+    repeat_action_probability: float = 0.0
+    """probability that a frame repeats the action of the frame before ("sticky actions", 0.25 in
+    Machado et al., 2018), in training and in evaluation; emulators need a number, not a tracer"""
+    full_action_space: bool = False
+    """all 18 actions of the console instead of those that the game uses"""
     num_envs: int = 8
     """parallel environments, over all processes, of each agent"""
 
     # Algorithm
-    total_timesteps: int = 10_000_000
+    total_timesteps: Count = 10_000_000
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 128
     """steps per environment and update"""
@@ -159,34 +217,9 @@ class Args:
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
-    def __post_init__(self):
-        """Raises UsageError with a message a person can act on. Whole numbers but the seed start at 1, others at 0."""
-        for name, kind in Args.__annotations__.items():
-            value, low = getattr(self, name), 1 if kind is int and name != "seed" else 0
-            _check(isinstance(value, kind | int if "float" in str(kind) else kind), f"--{name} is of the wrong type")
-            if isinstance(value, int | float):
-                _check(low <= value < math.inf, f"--{name} must be a finite number from {low} on, not {value}")
-        for name in "learning_rate max_grad_norm adam_eps".split():
-            _check(getattr(self, name) > 0, f"--{name} must be positive")
-        _check(max(self.gamma, self.gae_lambda) <= 1, "--gamma and --gae_lambda must not be more than 1")
-        _check(self.eval_mode in ("greedy", "sampled"), f"--eval_mode must be greedy or sampled, not {self.eval_mode}")
-        _check(self.seed <= 2**32 - self.num_seeds, f"--seed {self.seed}: all seeds must lie in [0, 2**32)")
-        _check(re.fullmatch(r"\w[\w.-]*", self.exp_name, re.A), "--exp_name must consist of letters, digits and ._-")
-        _check("" not in (self.resume, self.eval) and None in (self.resume, self.eval), "--resume, --eval: one folder")
-        _check(not (self.distributed and self.eval), "--eval is done by one process, without --distributed")
-        _check(self.num_devices == 1, f"--num_devices {self.num_devices}: start a process per device (--distributed)")
-        _check(self.distributed or self.num_processes is None, "--num_processes needs --distributed")
-        check_game(self.env_id)
-        if self.resume:
-            return  # `merge_args` checks the rest, given the flags of the saved run
-        _check(self.num_envs % (self.num_processes or 1) == 0, "--num_processes must divide --num_envs")
-        share = self.batch_size // (self.num_processes or 1)
-        _check(share % self.num_minibatches == 0, f"--num_minibatches must divide a device's batch, {share} steps")
-        _check(self.num_updates > 0, f"--total_timesteps must be at least a batch, {self.batch_size} steps")
-
     @property
     def batch_size(self) -> int:
-        """Environment steps of one update."""
+        """Environment steps of one update, B, over all processes."""
         return self.num_envs * self.num_steps
 
     @property
@@ -195,51 +228,77 @@ class Args:
         return self.total_timesteps // self.batch_size
 
 
-class UsageError(ValueError):
-    """Arguments that cannot work, with a message for the user."""
-
-
-def _check(condition, message, error=UsageError):
-    if not condition:
-        raise error(re.sub(r"(^| )--\w+", lambda flag: flag[0].replace("_", "-"), message))
-
-
-# ======================================================================================================================
+# ==================================================================================================
 # Environment
-# ======================================================================================================================
+# ==================================================================================================
+
+
+OBS_SHAPE = (4, 84, 84)  # frames, rows, columns
 
 
 def check_game(env_id):
     """Raises UsageError without EnvPool, or with the nearest names where it has no such game."""
-    usable = sys.platform == "linux" and importlib.util.find_spec("envpool")
-    _check(usable, "this script needs EnvPool, whose XLA calls exist on Linux only: pip install envpool")
+    if sys.platform != "linux" or not importlib.util.find_spec("envpool"):
+        raise UsageError(
+            "this script needs EnvPool, whose XLA calls exist on Linux only: pip install envpool"
+        )
     from envpool.atari.registration import atari_game_list
 
-    games = ["".join(word.capitalize() for word in game.split("_")) + "-v5" for game in atari_game_list]
-    near = ", ".join(difflib.get_close_matches(env_id, games, cutoff=0.3))
-    _check(env_id in games, f"--env_id {env_id} is not one of EnvPool's {len(games)} games; near it: {near or games}")
+    names = ["".join(word.capitalize() for word in game.split("_")) for game in atari_game_list]
+    games = [f"{name}-v5" for name in names]
+    if env_id not in games:
+        near = difflib.get_close_matches(env_id, games, cutoff=0.3)
+        raise UsageError(
+            f"--env-id {env_id} is not one of EnvPool's {len(games)} games; "
+            f"near it: {', '.join(near or games)}"
+        )
 
 
-def make_pool(args, seeds, training=False, **options):
-    """EnvPool's emulators, one for each of `seeds`. The pool must outlive all that steps it.
-
-    `training` ends an episode with each life and clips rewards; `options` go to EnvPool, except for these two.
-
-    | what        | value                                                                                           |
-    | ----------- | ----------------------------------------------------------------------------------------------- |
-    | observation | uint8 [4, 84, 84]: the last four observed frames, grey, oldest first                            |
-    | action      | one of the game's own, held for four frames; the last two of them are observed as their maximum |
-    | reward      | change of the score, in training its sign; always unclipped in info["reward"]                   |
-    | terminated  | game over, in training also a life lost; info["terminated"] tells games from lives              |
-    | truncated   | after `max_episode_steps` of a game (then not terminated, even if the game is over)             |
-    | start       | after a game, in training after a life: up to 30 no-ops, then FIRE where the game has it        |
-    """
-    _check(jax.default_backend() in ("cpu", "gpu"), "EnvPool needs a CPU or CUDA GPU: set JAX_PLATFORMS=cpu", RunError)
+def count_actions(args):
+    """The number of actions, A, of the game."""
     import envpool
 
-    options = {"stack_num": 4, "frame_skip": 4, "noop_max": 30, "use_fire_reset": True} | options
-    options |= {"num_envs": len(seeds), "seed": seeds.tolist(), "episodic_life": training, "reward_clip": training}
-    return envpool.make(args.env_id, env_type="gymnasium", max_episode_steps=args.max_episode_steps, **options)
+    spec = envpool.make_spec(args.env_id, full_action_space=args.full_action_space)
+    return int(spec.action_space.n)
+
+
+def make_pool(args, seeds, *, episodic_life, reward_clip, **options):
+    """EnvPool's emulators, one for each of `seeds`; further options go to EnvPool.
+
+    | what        | value                                                                        |
+    | ----------- | ---------------------------------------------------------------------------- |
+    | observation | uint8 [4, 84, 84]: the last four observed frames, grey, oldest first          |
+    | action      | one of the game's own, held for four frames; the maximum of the last two of   |
+    |             | them is observed, because some consoles' sprites flicker                      |
+    | reward      | change of the score, with `reward_clip` its sign; info["reward"]: unclipped   |
+    | terminated  | game over, with `episodic_life` also a life lost; info["terminated"]: game    |
+    |             | over only                                                                     |
+    | truncated   | after `max_episode_steps` of a game, all lives together                       |
+    | start       | up to 30 no-ops, then FIRE where the game has it                              |
+
+    Four frames show velocities, which a single one does not. The sign of the reward lets one set of
+    hyper-parameters serve games whose scores differ a thousandfold. A life as an episode teaches
+    that losing one is bad: nothing good comes after it.
+
+    The pool must outlive all that steps it.
+    """
+    import envpool
+
+    settings = {
+        "env_type": "gymnasium",
+        "num_envs": len(seeds),
+        "seed": seeds.tolist(),
+        "max_episode_steps": args.max_episode_steps,
+        "repeat_action_probability": args.repeat_action_probability,
+        "full_action_space": args.full_action_space,
+        "episodic_life": episodic_life,
+        "reward_clip": reward_clip,
+        "stack_num": 4,
+        "frame_skip": 4,
+        "noop_max": 30,
+        "use_fire_reset": True,
+    }
+    return envpool.make(args.env_id, **(settings | options))
 
 
 def env_seeds(args, num_envs, *purpose):
@@ -247,451 +306,1039 @@ def env_seeds(args, num_envs, *purpose):
 
     With a `purpose` they are others; 1 stands for evaluations, which all play the same games.
     """
-    sequences = (np.random.SeedSequence([args.seed + k, *purpose]) for k in range(args.num_seeds))
-    return np.stack([sequence.generate_state(num_envs) >> 1 for sequence in sequences])  # EnvPool takes 31 bits
-
-
-def local_envs(array):
-    """The part of an array [K, N, ...] that is of the environments this process steps, as a view."""
-    return np.split(array, jax.process_count(), axis=1)[jax.process_index()]
+    seeds = []
+    for k in range(args.num_seeds):
+        sequence = np.random.SeedSequence([args.seed + k, *purpose])
+        seeds.append(sequence.generate_state(num_envs) >> 1)  # EnvPool takes 31 bits
+    return np.stack(seeds)
 
 
 def make_env(args):
-    """The pool of this process for training: its N environments of each of K agents, K * N in all."""
-    return make_pool(args, local_envs(env_seeds(args, args.num_envs)).ravel(), training=True)
+    """The pool of this process for training: its share of the environments of all agents.
+
+    An environment of your own needs what EnvPool's gymnasium interface has: `reset()`, and `xla()`
+    for calls inside a program.
+    """
+    platform = make_mesh(args).devices.flat[0].platform
+    if platform not in ("cpu", "gpu"):
+        raise RunError(f"EnvPool needs a CPU or CUDA GPU, not a {platform}: set JAX_PLATFORMS=cpu")
+    shares = np.split(env_seeds(args, args.num_envs), jax.process_count(), axis=1)
+    seeds = shares[jax.process_index()]  # [K, N]
+    return make_pool(args, seeds.reshape(-1), episodic_life=True, reward_clip=True)
 
 
-# ======================================================================================================================
-# Networks
-# ======================================================================================================================
+# ==================================================================================================
+# Agent
+# ==================================================================================================
 
 
-CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # features, extent and stride of each
+class Categorical(NamedTuple):
+    """Distributions over A actions, one for each observation: p(a) = softmax(logits)_a.
+
+    To forbid an action, give it the logit -1e9 (with -inf, 0 * inf would make the entropy NaN).
+    """
+
+    logits: jax.Array  # [..., A]
+
+    def log_probs(self):
+        """Logarithms of all probabilities, actions first: [A, ...]."""
+        # With actions first the batch stays contiguous. XLA cancels this transpose against the one
+        # at the end of `forward`, where there is one.
+        return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
+
+    def sample(self, key):
+        """Random actions [...], int32."""
+        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+
+    def mode(self):
+        """The most likely actions [...], int32."""
+        return self.logits.argmax(-1).astype(jnp.int32)
+
+    def log_prob(self, action):
+        """Log-probabilities [...] of actions [...]."""
+        chosen = jax.nn.one_hot(action, self.logits.shape[-1], axis=0)
+        return (chosen * self.log_probs()).sum(0)  # for few actions cheaper than picking one
+
+    def entropy(self):
+        """Entropies [...], in nats: -sum_a p(a) log p(a)."""
+        log_probs = self.log_probs()
+        return -(jnp.exp(log_probs) * log_probs).sum(0)
 
 
 def convolve(x, kernel, stride):
-    """Convolution without padding: images [C, Y, X, M] and a kernel [k, k, C, F] give [F, Y', X', M]."""
-    return jax.lax.conv_general_dilated(x, kernel, [stride] * 2, "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
-
-
-def batch_last(obs):
-    """Frames [M, C, Y, X] uint8 as float [C, Y, X, M]: moved in words of four pixels, which is faster than bytes."""
-    words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32).transpose(1, 2, 3, 0)
-    words = jax.lax.optimization_barrier(words)  # or XLA would merge this into later copies, of bytes again
-    pixels = words[..., None, :] >> 8 * jnp.arange(4, dtype=jnp.uint32)[:, None] & 255  # the first one comes lowest
-    return pixels.reshape(*obs.shape[1:], -1).astype(jnp.float32)
+    """Convolution without padding: images [C, Y, X, M], kernel [k, k, C, F] -> [F, Y', X', M]."""
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN")
+    )
 
 
 def convolve_by_product(x, kernel, stride):
-    """`convolve` as one matrix product.
+    """`convolve` as one matrix product, for CPUs.
 
-    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a product is not. With
-    the batch last, each slice copies long contiguous runs.
+    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a
+    product is twenty times faster. With the batch last, each slice copies long contiguous runs. The
+    stride must divide the sizes of the kernel and the images.
     """
     channels, height, width, num = x.shape
-    extent, features = kernel.shape[0] // stride, kernel.shape[-1]
-    # Blocks of stride x stride pixels become channels: a convolution of stride 1 remains, with fewer slices.
-    x = x.reshape(channels, height // stride, stride, width // stride, stride, num).transpose(2, 4, 0, 1, 3, 5)
+    size, features = kernel.shape[0], kernel.shape[-1]
+    # Blocks of stride x stride pixels become channels: a convolution of stride 1 remains, with
+    # fewer slices.
+    x = x.reshape(channels, height // stride, stride, width // stride, stride, num)
+    x = x.transpose(2, 4, 0, 1, 3, 5)  # [stride, stride, C, Y / stride, X / stride, M]
     x = x.reshape(-1, height // stride, width // stride, num)
-    kernel = kernel.reshape(extent, stride, extent, stride, channels, features).transpose(0, 2, 1, 3, 4, 5)
-    rows, columns = (n - extent + 1 for n in x.shape[1:3])
-    slices = [x[:, i : i + rows, j : j + columns] for i, j in np.ndindex(extent, extent)]
+    extent = size // stride
+    kernel = kernel.reshape(extent, stride, extent, stride, channels, features)
+    kernel = kernel.transpose(0, 2, 1, 3, 4, 5)  # [extent, extent, stride, stride, C, F]
+    rows = x.shape[1] - extent + 1
+    columns = x.shape[2] - extent + 1
+    slices = [x[:, i : i + rows, j : j + columns] for i in range(extent) for j in range(extent)]
     patches = jnp.concatenate(slices).reshape(-1, rows * columns * num)
     return (kernel.reshape(-1, features).T @ patches).reshape(features, rows, columns, num)
 
 
+def batch_last(obs):
+    """Frames [M, C, Y, X] uint8 as float32 [C, Y, X, M], for CPUs: a transpose by words.
+
+    Words of four pixels move faster than bytes.
+    """
+    words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
+    words = words.transpose(1, 2, 3, 0)
+    # Without this barrier XLA would merge the transpose into later copies, of bytes again.
+    words = jax.lax.optimization_barrier(words)
+    shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[:, None]  # the first pixel comes lowest
+    pixels = words[..., None, :] >> shifts & 255
+    return pixels.reshape(*obs.shape[1:], -1).astype(jnp.float32)
+
+
+def orthogonal(gain):
+    """An initializer of orthogonal weights, for flax.
+
+    An orthogonal matrix keeps the lengths of the vectors that pass through it, so that signals and
+    gradients neither vanish nor explode with depth. The gain sqrt(2) is derived for relu, which
+    halves a signal's power. The gain of the head sets where learning begins: 0.01 gives nearly the
+    same policy in all states.
+    """
+
+    def draw(key, shape, dtype=jnp.float32):
+        initializer = nn.initializers.orthogonal(gain)
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        draw_one = jax.custom_batching.sequential_vmap(
+            functools.partial(initializer, shape=shape, dtype=dtype)
+        )
+        return draw_one(key)
+
+    return draw
+
+
 class NatureCNN(nn.Module):
-    """The "Nature" CNN (https://doi.org/10.1038/nature14236) with a head each for actor and critic."""
+    """The "Nature" CNN (https://doi.org/10.1038/nature14236) with heads for actor and critic.
+
+    Both share the convolutions: seeing costs nearly all of the time, and the critic's errors help
+    to learn it. Images have the batch last, [C, Y, X, M]: 4 x 84 x 84 -> 32 x 20 x 20
+    -> 64 x 9 x 9 -> 64 x 7 x 7 -> 512 features.
+    """
 
     num_actions: int
-    by_products: bool  # how to convolve, which the parameters do not depend on
+    platform: str | None = None  # how to compute it; the parameters do not depend on that
 
     @nn.compact
     def __call__(self, obs):
         """Logits [M, A] and values [M] of frames [M, 4, 84, 84], uint8."""
-        x = (batch_last(obs) if self.by_products else obs.transpose(1, 2, 3, 0).astype(jnp.float32)) / 255
-        orthogonal, convolution = nn.initializers.orthogonal, convolve_by_product if self.by_products else convolve
-        for i, (features, extent, stride) in enumerate(CONVOLUTIONS):
-            kernel = self.param(f"conv{i}", orthogonal(math.sqrt(2)), (extent, extent, len(x), features))
+        if self.platform == "cpu":
+            x, convolution = batch_last(obs), convolve_by_product
+        else:
+            x, convolution = obs.transpose(1, 2, 3, 0).astype(jnp.float32), convolve
+        x = x / 255
+        for i, (features, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
+            shape = (size, size, len(x), features)
+            kernel = self.param(f"conv{i}", orthogonal(math.sqrt(2)), shape)
             bias = self.param(f"conv{i}_bias", nn.initializers.zeros, (features,))
             x = nn.relu(convolution(x, kernel, stride) + bias[:, None, None, None])
         x = x.transpose(3, 1, 2, 0).reshape(len(obs), -1)  # [M, Y * X * F]
         x = nn.relu(nn.Dense(512, kernel_init=orthogonal(math.sqrt(2)), name="dense")(x))
         logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01), name="actor")(x)
-        return logits, nn.Dense(1, kernel_init=orthogonal(1.0), name="critic")(x)[:, 0]
+        value = nn.Dense(1, kernel_init=orthogonal(1.0), name="critic")(x)
+        return logits, value[:, 0]
 
 
-def init_params(key, num_actions):
-    """Parameters of the agent, a nested dict of arrays."""
-    return NatureCNN(num_actions, by_products=False).init(key, jnp.zeros((1, 4, 84, 84), jnp.uint8))
+def init_agent(args, key, num_actions):
+    """Parameters: flax's nested dict of arrays, {"params": {"conv0": ..., "actor": ..., ...}}."""
+    return NatureCNN(num_actions=num_actions).init(key, jnp.zeros((1, *OBS_SHAPE), jnp.uint8))
 
 
-def forward(params, obs):
-    """Logits [M, A] and values [M] of frames [M, 4, 84, 84]."""
-    return NatureCNN(params["params"]["actor"]["bias"].size, jax.default_backend() == "cpu").apply(params, obs)
+def forward(args, params, obs, *, platform=None):
+    """The policy's distribution and the values [M] of a batch of observations [M, 4, 84, 84].
+
+    `platform` is how the network is computed; None does for all.
+    """
+    actor_bias = params["params"]["actor"]["bias"]
+    if obs.shape[1:] != OBS_SHAPE or actor_bias.ndim != 1:
+        raise ValueError(
+            f"forward takes the parameters of one agent (without the axis K of `load_run`) and a "
+            f"batch of observations, [M, 4, 84, 84] (obs[None] is a batch of one), but got "
+            f"observations of shape {obs.shape}"
+        )
+    network = NatureCNN(num_actions=len(actor_bias), platform=platform)
+    logits, value = network.apply(params, obs)
+    return Categorical(logits=logits), value
 
 
-def sample_noise(key, shape):
-    """The random numbers that `sample_action` needs for this many actions: one uniform each."""
-    return jax.random.uniform(key, shape)
-
-
-def sample_action(logits, noise):
-    """Actions [...] drawn from logits [..., A], by inverting the cumulative distribution."""
-    cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
-    return (noise[..., None] >= cumulative[..., :-1]).sum(-1, dtype=jnp.int32)
-
-
-def greedy_action(logits):
-    """The most likely actions [...]."""
-    return logits.argmax(-1).astype(jnp.int32)
-
-
-def action_logprob(logits, action):
-    """Log-probabilities [...] of actions."""
-    chosen = action[..., None] == jnp.arange(logits.shape[-1])  # a sum over few actions is cheaper than a gather
-    return (jax.nn.log_softmax(logits) * chosen).sum(-1)
-
-
-def entropy(logits):
-    """Entropies [...] of distributions."""
-    logprobs = jax.nn.log_softmax(logits)
-    return -(jnp.exp(logprobs) * logprobs).sum(-1)
-
-
-# ======================================================================================================================
+# ==================================================================================================
 # Optimizer
-# ======================================================================================================================
+# ==================================================================================================
 
 
 def make_optimizer(args):
-    """Clips the gradients to a global norm, then Adam's direction; the caller scales it by the learning rate."""
-    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+    """Scales gradients down to `max_grad_norm`, then Adam, arXiv:1412.6980, without its rate.
+
+    Adam divides a running mean of the gradient by the root of one of its square, so that every
+    parameter moves by about the learning rate, whatever the scale of its gradient; `adam_update` in
+    ppo_cartpole_jax.py has the formulas. `optimizer_update` multiplies by the learning rate, which
+    changes from update to update.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps)
+    )
 
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
-    """One step of `make_optimizer`; returns (params, opt_state, norm of the gradients before clipping)."""
-    updates, opt_state = make_optimizer(args).update(grads, opt_state, params)
-    params = optax.apply_updates(params, optax.tree.scale(-learning_rate, updates))
-    return params, opt_state, optax.tree.norm(grads)
+    """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
+    direction, opt_state = make_optimizer(args).update(grads, opt_state, params)
+    step = jax.tree.map(lambda d: -learning_rate * d, direction)
+    return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # PPO
-# ======================================================================================================================
+# ==================================================================================================
 
 
 class EnvState(NamedTuple):
-    """The pool's last output; the emulators themselves cannot be saved."""
+    """What the pool's last step told; the emulators themselves cannot be saved. Each [N, ...]."""
 
-    obs: jax.Array  # [K, N, 4, 84, 84] uint8
-    done: jax.Array  # [K, N], whether the last step ended a life or game: the next one only resets
-    lives: jax.Array  # [K, N], lives left; with the next ones they tell whether the step of a time limit lost one
+    obs: jax.Array  # [N, 4, 84, 84] uint8
+    done: jax.Array  # [N], that step ended a life or a game: the next one only resets
+    lives: jax.Array  # [N], lives left
 
 
-class Episodes(NamedTuple):
-    """Running and last finished episode of every environment, each [N].
+class EpisodeStats(NamedTuple):
+    """The running and the last finished episode of every environment, each [N].
 
-    Statistics are means over the environments' last finished episodes, so a short episode counts as much as a long one.
+    Reported are means over the environments' last finished episodes, which stay until the next one
+    ends. A mean over the episodes that end in one update would favour short ones: more of them end.
     """
 
-    ret: jax.Array  # return of the running episode
-    length: jax.Array  # its length
-    last_ret: jax.Array  # of the last finished one, NaN before the first
-    last_length: jax.Array
+    running_return: jax.Array
+    running_length: jax.Array
+    last_return: jax.Array  # NaN before the first episode has ended
+    last_length: jax.Array  # likewise
 
 
-class Trajectory(NamedTuple):
-    """T steps of N environments."""
+class Transition(NamedTuple):
+    """One step of N environments; a trajectory has an axis of T steps in front.
 
-    obs: jax.Array  # [T, N, 4, 84, 84] uint8
-    action: jax.Array  # [T, N]
-    logprob: jax.Array  # [T, N]
-    value: jax.Array  # [T, N]
-    reward: jax.Array  # [T, N]
-    terminated: jax.Array  # [T, N]
-    truncated: jax.Array  # [T, N]
-    valid: jax.Array  # [T, N], False where the step only resets: then nothing but obs and value means anything
+    Every array has N in front, those of the distribution and of structured actions too.
+    """
+
+    obs: jax.Array  # [N, 4, 84, 84] uint8
+    action: jax.Array  # [N, ...]
+    dist: Categorical  # of the actions, for losses of your own; XLA drops what nothing reads
+    log_prob: jax.Array  # [N], of the actions
+    value: jax.Array  # [N], of obs
+    reward: jax.Array  # [N], clipped
+    # An episode, here a life, that terminated has no future. One that the time limit truncated
+    # would have gone on: its future must be estimated, not set to 0.
+    terminated: jax.Array  # [N]
+    truncated: jax.Array  # [N]
+    valid: jax.Array  # [N], False where the step only resets: then only obs and value mean anything
 
 
 class Batch(NamedTuple):
-    """What the loss needs."""
+    """What the loss may read: B samples, or the M of a minibatch."""
 
-    obs: jax.Array  # [M, 4, 84, 84] uint8
-    action: jax.Array  # [M]
-    logprob: jax.Array  # [M]
-    advantage: jax.Array  # [M]
-    ret: jax.Array  # [M], the critic's target
-    value: jax.Array  # [M]
-    valid: jax.Array  # [M]
+    obs: jax.Array  # [B, ...]
+    action: jax.Array  # [B, ...]
+    dist: Categorical  # the old policy's
+    log_prob: jax.Array  # [B], the old policy's
+    value: jax.Array  # [B], the old critic's
+    advantage: jax.Array  # [B]
+    target: jax.Array  # [B], what the critic should have said
+    valid: jax.Array  # [B], whether the sample counts
 
 
-def rollout(args, envs, params, env_state, episodes, key):
-    """Takes T steps with all agents in one pool; returns (env_state, episodes, trajectory).
+def init_episode_stats(num_envs):
+    """Before the first step."""
+    return EpisodeStats(
+        running_return=jnp.zeros(num_envs, jnp.float32),
+        running_length=jnp.zeros(num_envs, jnp.int32),
+        last_return=jnp.full(num_envs, jnp.nan, jnp.float32),
+        last_length=jnp.full(num_envs, jnp.nan, jnp.float32),
+    )
 
-    Everything has a leading axis K, the trajectory as well.
+
+def restart_ended(done, stats):
+    """Statistics after a step: those of episodes that are done [N] move from running to last."""
+    return EpisodeStats(
+        running_return=jnp.where(done, 0.0, stats.running_return),
+        running_length=jnp.where(done, 0, stats.running_length),
+        last_return=jnp.where(done, stats.running_return, stats.last_return),
+        last_length=jnp.where(done, stats.running_length, stats.last_length),
+    )
+
+
+def device_key(key, axis_name):
+    """A key of this device's own, of one that all devices of the axis have."""
+    if axis_name is None:
+        return key
+    return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+
+
+def rollout(args, envs, state, *, platform=None, axis_name=None):
+    """Plays T steps in N environments with each of K agents, all in one pool.
+
+    Takes a `TrainState` of K agents; returns (state, trajectory: `Transition` of [K, T, N, ...]).
+
+    EnvPool resets an environment on the step AFTER the one that ended an episode, and that step
+    ignores its action. Say that step 4 loses a life:
+
+        step t       3      4      5      6
+        obs          o3     o4     o5     n0     o5: the last frame; n0: the first of the next life
+        action       a3     a4     --     b0     --: drawn from the policy, ignored by EnvPool
+        reward       r3     r4     0      q0
+        terminated   no     YES    no     no
+        valid        yes    yes    NO     yes    valid[t] = not (terminated or truncated)[t - 1]
+
+    Step 5 is nobody's decision. It stays in the arrays, whose shape is fixed, and counts as a step
+    of training, but neither in the loss nor in any statistics.
+
+    Scores are those of games: of all lives together, and not clipped.
     """
     handle, _, _, pool_step = envs.xla()
-    shape = episodes.length.shape  # K, N
-    noises = jax.vmap(lambda key: sample_noise(key, (args.num_steps, shape[1])), out_axes=1)(key)  # [T, K, N]
+    num_agents, num_envs = state.env_state.done.shape
+    rollout_key, next_key = jax.vmap(jax.random.split, out_axes=1)(state.key)  # [K] each
 
-    def step(carry, noise):
-        handle, env_state, episodes = carry
-        logits, value = over_seeds(forward)(params, env_state.obs)
-        action = sample_action(logits, noise)
-        # EnvPool hands the handle through only to keep the steps in order: the pool itself is compiled in.
-        handle, (obs, reward, terminated, truncated, info) = pool_step(handle, action.reshape(-1))
-        outcome = obs, reward, terminated, truncated, info["reward"], info["terminated"] > 0, info["lives"]
-        obs, reward, terminated, truncated, score, game_over, lives = (x.reshape(*shape, *x.shape[1:]) for x in outcome)
+    def step_keys(key):
+        return jax.random.split(device_key(key, axis_name), args.num_steps)
+
+    def act(params, obs, key):  # one agent
+        dist, value = forward(args, params, obs, platform=platform)
+        action = dist.sample(key)
+        return action, dist, dist.log_prob(action), value
+
+    def by_agent(x):  # [K * N, ...] -> [K, N, ...]
+        return x.reshape(num_agents, num_envs, *x.shape[1:])
+
+    def env_step(carry, action_key):
+        handle, env_state, stats = carry
+
+        # --- Act ---
+        acting = over_agents(act, platform)
+        action, dist, log_prob, value = acting(state.params, env_state.obs, action_key)
+        # EnvPool hands the handle on only to keep the steps in order: the pool is compiled in.
+        handle, outcome = pool_step(handle, action.reshape(-1))
+        obs, reward, terminated, truncated, info = outcome
+        score = by_agent(info["reward"])
+        game_over = by_agent(info["terminated"]) > 0
+        lives = by_agent(info["lives"])
+        truncated = by_agent(truncated)
+        # EnvPool calls the step of the time limit truncated, even if it also ends a life or game.
+        life_lost = game_over | (lives < env_state.lives)
+        terminated = by_agent(terminated) | (truncated & life_lost)
+
+        # --- Has the game ended? ---
         valid = ~env_state.done
-        ret, length = episodes.ret + jnp.where(valid, score, 0.0), episodes.length + valid
-        ended, running = (0.0, 0, ret, length), (ret, length, episodes.last_ret, episodes.last_length)
-        game_ended = valid & (game_over | truncated)
-        episodes = Episodes(*(jnp.where(game_ended, a, b) for a, b in zip(ended, running)))
-        # EnvPool calls the step of the time limit truncated even if it ends a life or the game.
-        terminated |= truncated & (game_over | (lives < env_state.lives))
-        seen = env_state.obs, action, action_logprob(logits, action), value
-        env_state = EnvState(obs, terminated | truncated, lives)
-        return (handle, env_state, episodes), Trajectory(*seen, reward, terminated, truncated, valid)
+        stats = stats._replace(
+            running_return=stats.running_return + jnp.where(valid, score, 0.0),
+            running_length=stats.running_length + valid,
+        )
+        stats = restart_ended(valid & (game_over | truncated), stats)
+        transition = Transition(
+            obs=env_state.obs,
+            action=action,
+            dist=dist,
+            log_prob=log_prob,
+            value=value,
+            reward=by_agent(reward),
+            terminated=terminated,
+            truncated=truncated,
+            valid=valid,
+        )
+        env_state = EnvState(obs=by_agent(obs), done=terminated | truncated, lives=lives)
+        return (handle, env_state, stats), transition
 
-    (_, env_state, episodes), trajectory = jax.lax.scan(step, (handle, env_state, episodes), noises)
-    return env_state, episodes, jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
+    carry = handle, state.env_state, state.stats
+    action_keys = jax.vmap(step_keys, out_axes=1)(rollout_key)  # [T, K]
+    (_, env_state, stats), trajectory = jax.lax.scan(env_step, carry, action_keys)
+    trajectory = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
+    return state._replace(env_state=env_state, stats=stats, key=next_key), trajectory
 
 
-def compute_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438); all arrays [T, N].
+def trajectory_values(args, params, last_obs, trajectory, *, platform=None):
+    """Values of all observations and of their true successors, both [T, N].
 
-    `next_values` are the values of the true successors. A termination has no successor value; both a termination and
-    a truncation end the recursion. Returns the advantages; the critic's targets are advantages + values.
+    `last_obs` [N, ...] is what was observed after the trajectory. Because EnvPool resets late, the
+    next observation is the true successor of every valid step, also of one that ended an episode.
+    Again with step 4 at the end of an episode and step 5 masked:
+
+        step t       3      4      5      6
+        valid        yes    yes    NO     yes
+        value        V(o3)  V(o4)  V(o5)  V(n0)
+        next_value   V(o4)  V(o5)  V(n0)  V(n1)
+
+    So `compute_gae` needs to know nothing of masks. Where step 4 was truncated, it finds the value
+    of the true last observation, V(o5); where it terminated, it ignores that. Either way it cuts
+    the recursion there: the advantage of step 5, which compares two episodes, reaches no other
+    step, and is masked itself.
     """
-    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    _, last_value = forward(args, params, last_obs, platform=platform)
+    next_value = jnp.concatenate([trajectory.value[1:], last_value[None]])
+    return trajectory.value, next_value
+
+
+def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
+
+    The TD error tells how much better one step went than the critic had expected,
+
+        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
+
+    and the advantage adds up those of the steps that follow in the same episode:
+
+        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
+
+    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
+    noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
+    episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
+    hardly depends on the critic, but has the noise of a whole episode.
+
+    A terminated episode has no future, hence no value of a successor. A truncated one would have
+    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
+    and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
+    truncation: A_T = 0, and the last delta holds V(s_T).
+
+    Four steps with reward 1, terminated after the third; gamma = lambda = 0.5. Backwards:
+    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
+    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
+
+    >>> column = lambda *numbers: jnp.array(numbers)[:, None]
+    >>> advantage = compute_gae(
+    ...     reward=column(1.0, 1.0, 1.0, 1.0),
+    ...     value=column(2.0, 2.0, 2.0, 2.0),
+    ...     next_value=column(2.0, 2.0, 9.0, 4.0),
+    ...     terminated=column(False, False, True, False),
+    ...     truncated=column(False, False, False, False),
+    ...     gamma=0.5,
+    ...     gae_lambda=0.5,
+    ... )
+    >>> advantage[:, 0].tolist()
+    [-0.0625, -0.25, -1.0, 1.0]
+    """
+    delta = reward + gamma * (1 - terminated) * next_value - value
     decay = gamma * gae_lambda * (1 - (terminated | truncated))
 
-    def step(advantage, inputs):
+    def backwards(next_advantage, inputs):
         delta, decay = inputs
-        advantage = delta + decay * advantage
+        advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    return jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, decay), reverse=True)[1]
+    _, advantage = jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    return advantage
 
 
-def make_batch(args, trajectory, last_value):
-    """Advantages and targets of a `Trajectory` [T, N], given the values [N] of what was seen after it: [B].
+def clipped_objective(ratio, advantage, clip_coef):
+    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    An observation of EnvPool is the true successor of the step before it, also where that ended an episode: there it
-    is the last frame, and the step that starts from it is the one that only resets. So the recursion, cut at the end
-    of an episode, needs no special case to leave that step out, and a truncated one finds its bootstrap value there.
+    ratio = p_new(a|s) / p_old(a|s) weights samples of the old policy so that they count as samples
+    of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
+    samples of the old policy say little about one far from it. So the objective stops growing where
+    the ratio has moved by c in the direction that A asks for: there the minimum is the clipped
+    term, a constant with gradient zero, and the sample stops pushing. On the other side nothing is
+    clipped: a sample that went the wrong way is always pulled back.
+
+    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
+
+    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
+    [1.0, 1.25, 0.5]
+    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
+    ...     jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25
+    ... ).tolist()
+    [1.0, 0.0, 1.0]
+
+    With A = -1 it is the other way round:
+
+    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
+    [-1.0, -1.5, -0.75]
+    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
+    ...     jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25
+    ... ).tolist()
+    [-1.0, -1.0, -0.0]
     """
-    obs, action, logprob, values, rewards, terminated, truncated, valid = trajectory
-    next_values = jnp.concatenate([values[1:], last_value[None]])
-    advantages = compute_gae(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
-    batch = Batch(obs, action, logprob, advantages, advantages + values, values, valid)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    clipped_ratio = jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef)
+    return jnp.minimum(ratio * advantage, clipped_ratio * advantage)
 
 
-def ppo_loss(params, batch, args):
-    """Clipped surrogate, (clipped) value loss and entropy bonus of a minibatch; returns (loss, metrics).
+def count_valid(valid, axis_name):
+    """How many samples of a minibatch are valid [M], on average over the devices."""
+    count = valid.sum(dtype=jnp.float32)
+    if axis_name is not None:
+        count = jax.lax.pmean(count, axis_name)
+    return jnp.maximum(count, 1e-8)  # where there is none, means are 0 / 1e-8 = 0
 
-    Means are over the valid samples of all devices, scaled so that `pmean` of the devices' gradients is right.
+
+def valid_mean(x, valid, count):
+    """The mean of x [M] over the valid samples, of which `count_valid` has found `count`.
+
+    On several devices it is a device's part: the mean of those is that over all valid samples.
     """
-    count = jnp.maximum(jax.lax.pmean(batch.valid.sum(dtype=jnp.float32), AXIS), 1e-8)
-    mean = lambda x: jnp.where(batch.valid, x, 0.0).sum() / count
-    logits, new_value = forward(params, batch.obs)
-    log_ratio = jnp.where(batch.valid, action_logprob(logits, batch.action) - batch.logprob, 0.0)
+    return jnp.where(valid, x, 0.0).sum() / count
+
+
+def normalize(advantage, valid, axis_name):
+    """Advantages [M] with mean 0 and standard deviation 1 over the valid samples of all devices."""
+    count = count_valid(valid, axis_name)
+
+    def mean(x):
+        part = valid_mean(x, valid, count)
+        return part if axis_name is None else jax.lax.pmean(part, axis_name)
+
+    advantage = advantage - mean(advantage)
+    return advantage / (jnp.sqrt(mean(advantage**2)) + 1e-8)
+
+
+class Mean(NamedTuple):
+    """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
+
+    value: jax.Array
+
+    def combine(self, where):
+        """One number from those of all minibatches; `where` tells which took place."""
+        return self.value.mean(where=where)
+
+
+class Max(NamedTuple):
+    """A metric of a minibatch that is a maximum; the greatest of all minibatches counts."""
+
+    value: jax.Array
+
+    def combine(self, where):
+        """One number from those of all minibatches; `where` tells which took place."""
+        return self.value.max(where=where, initial=-jnp.inf)
+
+
+def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
+    """The loss of a minibatch, a mean over its valid samples.
+
+    Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
+
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
+    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), so it
+    measures no progress: only its gradient matters. The value loss is half the mean squared
+    distance to the target, advantage + old value. With `clip_vloss` a value that has moved by more
+    than clip_coef from the old one no longer moves on: the larger of both errors counts, and the
+    clipped one has no gradient. That slows the critic wherever values are large. The entropy bonus
+    keeps the policy from becoming certain before it has tried.
+
+    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
+    log(A), explained_variance that rises towards 1.
+    """
+    dist, value = forward(args, params, batch.obs, platform=platform)
+    count = count_valid(batch.valid, axis_name)
+    mean = functools.partial(valid_mean, valid=batch.valid, count=count)
+
+    # --- Policy ---
+    log_ratio = jnp.where(batch.valid, dist.log_prob(batch.action) - batch.log_prob, 0.0)
     ratio = jnp.exp(log_ratio)
-    advantage = batch.advantage
-    if args.norm_adv:
-        center = jax.lax.pmean(mean(advantage), AXIS)
-        variance = jax.lax.pmean(mean((advantage - center) ** 2), AXIS)
-        advantage = (advantage - center) / (jnp.sqrt(variance) + 1e-8)
-    clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -mean(jnp.minimum(ratio * advantage, clipped_ratio * advantage))
+    policy_loss = -mean(clipped_objective(ratio, batch.advantage, args.clip_coef))
 
-    value_error = (new_value - batch.ret) ** 2
+    # --- Value ---
+    value_error = (value - batch.target) ** 2
     if args.clip_vloss:
-        clipped_value = batch.value + jnp.clip(new_value - batch.value, -args.clip_coef, args.clip_coef)
-        value_error = jnp.maximum(value_error, (clipped_value - batch.ret) ** 2)
+        change = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
+        value_error = jnp.maximum(value_error, (batch.value + change - batch.target) ** 2)
     value_loss = 0.5 * mean(value_error)
 
-    mean_entropy = mean(entropy(logits))
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * mean_entropy
+    # --- Entropy ---
+    entropy = mean(dist.entropy())
+
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     return loss, {
-        "losses/policy_loss": policy_loss,
-        "losses/value_loss": value_loss,
-        "losses/entropy": mean_entropy,
-        "losses/approx_kl": mean(ratio - 1 - log_ratio),  # http://joschu.net/blog/kl-approx.html
-        "losses/old_approx_kl": -mean(log_ratio),
-        "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
+        "losses/policy_loss": Mean(policy_loss),
+        "losses/value_loss": Mean(value_loss),
+        "losses/entropy": Mean(entropy),
+        # Estimates of KL(old || new), see http://joschu.net/blog/kl-approx.html
+        "losses/approx_kl": Mean(mean(ratio - 1 - log_ratio)),
+        "losses/old_approx_kl": Mean(-mean(log_ratio)),
+        "losses/clipfrac": Mean(mean(jnp.abs(ratio - 1) > args.clip_coef)),
     }
 
 
-def update_epochs(args, params, opt_state, batch, learning_rate, key):
-    """Passes over a batch of B samples in shuffled minibatches; returns (params, opt_state, metrics)."""
+def loss_gradient(args, params, batch, platform, axis_name):
+    """(gradients of `ppo_loss` over the samples of all devices, metrics of this device's)."""
+    grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
+    grads, metrics = grad(args, params, batch, platform=platform, axis_name=axis_name)
+    if axis_name is not None:
+        grads = jax.lax.pmean(grads, axis_name)
+    return grads, metrics
 
-    def minibatch_step(carry, index):  # [M]
+
+def over_devices(metric, axis_name):
+    """A `Mean` or `Max` of all devices from those of each."""
+    if axis_name is None:
+        return metric
+    if isinstance(metric, Max):
+        return jax.lax.pmax(metric, axis_name)
+    return jax.lax.pmean(metric, axis_name)
+
+
+def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, axis_name):
+    """Passes over a batch of B samples in shuffled minibatches.
+
+    A scan over epochs of a scan over minibatches; `active` and `no_epoch` serve `target_kl` alone.
+    On several devices each shuffles its own samples.
+    Returns (params, opt_state, metrics {tag: []}).
+    """
+
+    def minibatch_step(carry, index):  # index [M] into the batch
         params, opt_state = carry
         minibatch = jax.tree.map(lambda x: x[index], batch)
-        (_, metrics), grads = jax.value_and_grad(ppo_loss, has_aux=True)(params, minibatch, args)
-        grads = jax.lax.pmean(grads, AXIS)
+        if args.norm_adv:
+            advantage = normalize(minibatch.advantage, minibatch.valid, axis_name)
+            minibatch = minibatch._replace(advantage=advantage)
+        grads, metrics = loss_gradient(args, params, minibatch, platform, axis_name)
         params, opt_state, norm = optimizer_update(args, grads, opt_state, params, learning_rate)
-        return (params, opt_state), {**metrics, "losses/grad_norm": norm}
+        return (params, opt_state), {**metrics, "losses/grad_norm": Mean(norm)}
+
+    def one_epoch(params, opt_state, key):
+        order = jax.random.permutation(key, len(batch.log_prob)).reshape(args.num_minibatches, -1)
+        return jax.lax.scan(minibatch_step, (params, opt_state), order)
+
+    def no_epoch(params, opt_state, key):
+        _, metrics = jax.eval_shape(one_epoch, params, opt_state, key)
+        return (params, opt_state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
 
     def epoch(carry, key):
         params, opt_state, active = carry
-        order = jax.random.permutation(key, batch.action.shape[0]).reshape(args.num_minibatches, -1)
-        new, metrics = jax.lax.scan(minibatch_step, (params, opt_state), order)
-        metrics, was_active = jax.lax.pmean(jax.tree.map(jnp.mean, metrics), AXIS), active
-        if args.target_kl is not None:
-            new = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, (params, opt_state))
-            active = active & (metrics["losses/approx_kl"] <= args.target_kl)
-        return (*new, active), (metrics, was_active)
+        if args.target_kl is None:
+            (params, opt_state), metrics = one_epoch(params, opt_state, key)
+            return (params, opt_state, active), (metrics, active)
+        (params, opt_state), metrics = jax.lax.cond(
+            active, one_epoch, no_epoch, params, opt_state, key
+        )
+        approx_kl = over_devices(metrics["losses/approx_kl"], axis_name).value.mean()
+        return (params, opt_state, active & (approx_kl <= args.target_kl)), (metrics, active)
 
-    keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), (metrics, taken) = jax.lax.scan(epoch, (params, opt_state, jnp.bool_(True)), keys)
-    return params, opt_state, jax.tree.map(lambda x: x.mean(where=taken), metrics)
+    (params, opt_state, _), (metrics, active) = jax.lax.scan(
+        epoch, (params, opt_state, jnp.bool_(True)), jax.random.split(key, args.update_epochs)
+    )
+    for tag, metric in metrics.items():
+        if not isinstance(metric, Mean | Max):
+            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
+        where = active.reshape(-1, *[1] * (metric.value.ndim - 1))
+        metrics[tag] = over_devices(metric, axis_name).combine(where)
+    return params, opt_state, metrics
 
 
-# ======================================================================================================================
-# Training step
-# ======================================================================================================================
+# ==================================================================================================
+# Training
+# ==================================================================================================
 
 
 class TrainState(NamedTuple):
-    """All that training needs except the emulators; checkpoints hold just this. Leaves have a leading seed axis K."""
+    """Everything that training needs to go on except the emulators; checkpoints hold just this."""
 
     params: dict
     opt_state: optax.OptState
-    env_state: EnvState  # of [K, N]
-    episodes: Episodes  # of [K, N]
-    key: jax.Array  # [K, 2], a PRNG key's data: a checkpoint is plain arrays
-    update: jax.Array  # [K], updates done
+    env_state: EnvState  # of [N]
+    stats: EpisodeStats  # of [N]
+    key: jax.Array  # PRNG key
+    update: jax.Array  # [], updates done
+
+
+def init_train_state(args, key):
+    """The `TrainState` of one agent before its first update; `start_games` fills in the games."""
+    agent_key, key = jax.random.split(key)
+    params = init_agent(args, agent_key, count_actions(args))
+    return TrainState(
+        params=params,
+        opt_state=make_optimizer(args).init(params),
+        env_state=EnvState(
+            obs=jnp.zeros((args.num_envs, *OBS_SHAPE), jnp.uint8),
+            done=jnp.zeros(args.num_envs, bool),
+            lives=jnp.zeros(args.num_envs, jnp.int32),
+        ),
+        stats=init_episode_stats(args.num_envs),
+        key=key,
+        update=jnp.zeros((), jnp.int32),
+    )
+
+
+def update(args, envs, state, *, platform=None, axis_name=None):
+    """One PPO update of K agents: one pool plays for all, then each learns.
+
+    Takes and returns a `TrainState` of K agents: (state, metrics {tag: [K]}). `platform` ("cpu",
+    "gpu") picks what is faster there; with an `axis_name` the agents' environments are spread over
+    the devices of that axis, by `shard_map`. Without both it is plain JAX.
+    """
+    state, trajectory = rollout(args, envs, state, platform=platform, axis_name=axis_name)
+    learn_agent = functools.partial(learn, args, platform=platform, axis_name=axis_name)
+    return over_agents(learn_agent, platform)(state, trajectory)
+
+
+def learn(args, state, trajectory, *, platform=None, axis_name=None):
+    """The learning half of an update, of one agent; returns (state, metrics {tag: []}).
+
+    The trajectory, a `Transition` of [T, N, ...], was played with the state's parameters and led to
+    its `env_state`. A pure function, for `jit` and `vmap` over agents and over any float of `args`
+    that belongs to the algorithm; see `update` for the keywords.
+    """
+    epochs_key, next_key = jax.random.split(state.key)
+    epochs_key = device_key(epochs_key, axis_name)
+
+    # --- Advantages ---
+    value, next_value = trajectory_values(
+        args, state.params, state.env_state.obs, trajectory, platform=platform
+    )
+    advantage = compute_gae(
+        trajectory.reward,
+        value,
+        next_value,
+        trajectory.terminated,
+        trajectory.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    target = advantage + value
+
+    # --- Learn ---
+    batch = Batch(
+        obs=trajectory.obs,
+        action=trajectory.action,
+        dist=trajectory.dist,
+        log_prob=trajectory.log_prob,
+        value=value,
+        advantage=advantage,
+        target=target,
+        valid=trajectory.valid,
+    )
+    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    learning_rate = jnp.float32(args.learning_rate)
+    if args.anneal_lr:
+        learning_rate = learning_rate * (1 - state.update / float(args.num_updates))
+    params, opt_state, metrics = update_epochs(
+        args, state.params, state.opt_state, batch, learning_rate, epochs_key, platform, axis_name
+    )
+
+    def everywhere(x):  # of all devices, which come first
+        return x if axis_name is None else jax.lax.all_gather(x, axis_name)
+
+    valid = everywhere(batch.valid)
+    advantage_variance = everywhere(batch.advantage).var(where=valid)
+    target_variance = everywhere(batch.target).var(where=valid)
+    stats = state.stats
+    metrics |= {
+        # Of the targets, by the old critic: target - value = advantage.
+        "losses/explained_variance": 1 - advantage_variance / target_variance,
+        "charts/learning_rate": learning_rate,
+        # NaN before a game ends
+        "charts/episodic_return": jnp.nanmean(everywhere(stats.last_return)),
+        "charts/episodic_length": jnp.nanmean(everywhere(stats.last_length)),
+    }
+    state = state._replace(
+        params=params, opt_state=opt_state, key=next_key, update=state.update + 1
+    )
+    return state, metrics
+
+
+def make_train_step(args, envs):
+    """Returns the jitted `train_step(state) -> (state, metrics {tag: [K]})`: one update.
+
+        envs = make_env(args)
+        state = start_games(args, envs, init_agents(args))
+        train_step = make_train_step(args, envs)
+        state, metrics = train_step(state)
+
+    It is of K agents and donates its argument: the new state takes the memory of the old one, which
+    is gone. The pool must outlive it.
+    """
+    return jax.jit(spread_update(args, envs), donate_argnums=0)
+
+
+# ==================================================================================================
+# Seeds and devices: the pool plays for K agents, each learns alone; from here on, running it
+# ==================================================================================================
 
 
 def seed_keys(args):
     """One PRNG key per agent, [K]."""
-    return jax.vmap(jax.random.key)(jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32))
-
-
-def init_train_state(args, key, envs):
-    """The first `TrainState` of the agents with keys [K], usually `seed_keys(args)`; starts new games in the pool.
-
-    Only this process's share of the frames is filled, the rest is zero: `shard_state` takes its share of each process.
-    """
-    obs, info = envs.reset()
-    frames = np.zeros((args.num_seeds, args.num_envs, *obs.shape[1:]), np.uint8)
-    lives = np.zeros((args.num_seeds, args.num_envs), np.int32)
-    for array, local in ((frames, obs), (lives, info["lives"])):
-        local_envs(array)[:] = local.reshape(local_envs(array).shape)
-
-    def init(agent):
-        (params_key, key), env_state = jax.random.split(agent[0]), agent[1]
-        params = init_params(params_key, int(envs.action_space.n))
-        zeros, none = jnp.zeros(args.num_envs), jnp.full(args.num_envs, jnp.nan)
-        episodes, opt_state = Episodes(zeros, zeros.astype(jnp.int32), none, none), make_optimizer(args).init(params)
-        return TrainState(params, opt_state, env_state, episodes, jax.random.key_data(key), jnp.int32(0))
-
-    # Not vmap: jaxlib 0.10's batched QR on a CPU can deadlock its own thread pool.
-    # Runs once: compiling it quickly matters more than running it fast.
-    init_all = jax.jit(lambda agents: jax.lax.map(init, agents), compiler_options={"xla_backend_optimization_level": 0})
-    return init_all((key, EnvState(frames, lives < 0, lives)))
-
-
-def update(args, envs, state):
-    """One PPO update of K agents on one device of the mesh: the pool plays for all at once, then each one learns."""
-    on_device = jax.vmap(lambda key: jax.random.fold_in(key, jax.lax.axis_index(AXIS)))
-    key, *keys = jax.vmap(lambda key: jax.random.split(jax.random.wrap_key_data(key), 3), out_axes=1)(state.key)
-    rollout_key, epochs_key = map(on_device, keys)
-    env_state, episodes, trajectory = rollout(args, envs, state.params, state.env_state, state.episodes, rollout_key)
-
-    def learn(state, trajectory, epochs_key):
-        batch = make_batch(args, trajectory, forward(state.params, state.env_state.obs)[1])
-        learning_rate = args.learning_rate * (1 - state.update / float(args.num_updates) if args.anneal_lr else 1.0)
-        params, opt_state, metrics = update_epochs(args, *state[:2], batch, learning_rate, epochs_key)
-        all_devices = lambda x: jax.lax.all_gather(x, AXIS)
-        variance = lambda x: jnp.var(all_devices(x), where=all_devices(batch.valid))
-        return state._replace(params=params, opt_state=opt_state, update=state.update + 1), metrics | {
-            "losses/explained_variance": 1 - variance(batch.advantage) / variance(batch.ret),
-            "charts/learning_rate": jnp.float32(learning_rate),
-            # NaN before the first game ends
-            "charts/episodic_return": jnp.nanmean(all_devices(state.episodes.last_ret)),
-            "charts/episodic_length": jnp.nanmean(all_devices(state.episodes.last_length)),
-        }
-
-    state = state._replace(env_state=env_state, episodes=episodes, key=jax.random.key_data(key))
-    return over_seeds(learn)(state, trajectory, epochs_key)
-
-
-def over_seeds(function):
-    """Maps a function of one agent over trees with a leading axis K; in turn on a CPU, where batching is slow."""
-    in_turn = lambda *trees: jax.lax.map(lambda agent: function(*agent), trees)
-    return in_turn if jax.default_backend() == "cpu" else jax.vmap(function)
+    first = jnp.uint32(args.seed)
+    return jax.vmap(jax.random.key)(first + jnp.arange(args.num_seeds, dtype=jnp.uint32))
 
 
 def make_mesh(args):
-    """`num_devices` devices of every process, in the order of the processes."""
-    devices = [jax.local_devices(process_index=p)[: args.num_devices] for p in range(jax.process_count())]
-    return jax.sharding.Mesh(np.array(devices).ravel(), (AXIS,))
+    """The first `num_devices` devices of every process, in the order of the processes."""
+    devices = []
+    for process in range(jax.process_count()):
+        devices += jax.local_devices(process_index=process)[: args.num_devices]
+    return jax.sharding.Mesh(np.array(devices), (DEVICES,))
 
 
-# How a `TrainState` is laid out over the mesh: the second axis, N, of what belongs to the environments.
-STATE_SPECS = TrainState(*[jax.P()] * 6)._replace(env_state=jax.P(None, AXIS), episodes=jax.P(None, AXIS))
+def place(args, state):
+    """A `TrainState` of K agents, spread over the mesh; every process must have the same one."""
+    if jax.process_count() == 1:
+        return jax.device_put(state, state_shardings(args))
+    # device_put would compare the processes' states, and finds that NaN differs from itself.
+    return jax.jit(lambda state: state, out_shardings=state_shardings(args))(state)
 
 
-def shard_state(args, state):
-    """Spreads a `TrainState`, the same in every process, over the mesh."""
-    put = lambda spec, x: jax.make_array_from_callback(x.shape, jax.NamedSharding(make_mesh(args), spec), x.__getitem__)
-    return jax.tree.map(lambda spec, tree: jax.tree.map(lambda x: put(spec, x), tree), STATE_SPECS, state)
+def state_shardings(args):
+    """How a `TrainState` of K agents lies on the mesh; a prefix of its tree."""
+    mesh = make_mesh(args)
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
+    return TrainState(
+        params=everywhere,
+        opt_state=everywhere,
+        env_state=by_environment,
+        stats=by_environment,
+        key=everywhere,
+        update=everywhere,
+    )
 
 
-def make_train_step(args, envs):
-    """Returns the jitted `train_step(state) -> (state, metrics)`: one PPO update of K agents, metrics of [K]."""
-    layout = dict(mesh=make_mesh(args), in_specs=(STATE_SPECS,), out_specs=(STATE_SPECS, jax.P()))
-    # check_vma=False: else shard_map itself would add up the gradients over the devices, before the explicit pmean.
-    return jax.jit(jax.shard_map(lambda state: update(args, envs, state), **layout, check_vma=False))
+def over_agents(function, platform):
+    """Maps a function of one agent over trees with a leading axis K.
+
+    On a CPU one agent after the other: products that are batched over agents are slower there.
+    """
+    if platform != "cpu":
+        return jax.vmap(function)
+    return lambda *trees: jax.lax.map(lambda agent: function(*agent), trees)
+
+
+def init_agents(args):
+    """The placed `TrainState` of K agents before their first update."""
+    # Runs once: compiling it quickly matters more than running it fast.
+    options = {"xla_backend_optimization_level": 0}
+    init = jax.jit(functools.partial(init_states, args), compiler_options=options)
+    return place(args, init())
+
+
+def init_states(args):
+    """The `TrainState` of K agents before their first update, where JAX likes to put it."""
+    return jax.vmap(functools.partial(init_train_state, args))(seed_keys(args))
+
+
+def start_games(args, envs, state):
+    """The placed `TrainState` of K agents with new games in the pool of every process.
+
+    Statistics of finished games stay, those of running ones begin again.
+    """
+    obs, info = envs.reset()
+    num_envs = args.num_envs // jax.process_count()
+    fresh = EnvState(
+        obs=obs.reshape(args.num_seeds, num_envs, *OBS_SHAPE),
+        done=np.zeros((args.num_seeds, num_envs), bool),
+        lives=info["lives"].reshape(args.num_seeds, num_envs),
+    )
+    sharding = state_shardings(args).env_state
+    env_state = jax.tree.map(
+        lambda share: jax.make_array_from_process_local_data(sharding, share), fresh
+    )
+    stats = state.stats._replace(
+        running_return=jnp.zeros_like(state.stats.running_return),
+        running_length=jnp.zeros_like(state.stats.running_length),
+    )
+    return state._replace(env_state=env_state, stats=stats)
+
+
+def spread_update(args, envs):
+    """`update` as a function of the placed `TrainState` of K agents, over all processes."""
+    mesh = make_mesh(args)
+    platform = mesh.devices.flat[0].platform
+    update_agents = functools.partial(update, args, envs, platform=platform)
+    if mesh.size == 1:
+        return update_agents
+    # EnvPool's calls are per device, so this part of the program is written per device, too.
+    specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(args))
+    return jax.shard_map(
+        functools.partial(update_agents, axis_name=DEVICES),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(specs, jax.P()),
+        check_vma=False,  # or shard_map would add up the gradients itself, before `pmean`
+    )
 
 
 def make_train_chunk(args, envs):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics of the last)`: n updates in one dispatch."""
-    train_step = make_train_step(args, envs)
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [U, K]})`: n updates.
+
+    It takes the state of `start_games` or of the chunk before, and donates it: the new state takes
+    the memory of the old one. n is at most `chunk_size(args)`, U; metrics of the n updates come
+    first, the rest is zero. The pool must outlive it.
+    """
+    mesh = make_mesh(args)
+    update_agents = spread_update(args, envs)
 
     def train_chunk(state, num_updates):
-        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(train_step, state)[1])
-        return jax.lax.fori_loop(0, num_updates, lambda _, carry: train_step(carry[0]), (state, metrics))
+        def one_update(i, carry):
+            state, log = carry
+            state, metrics = update_agents(state)
+            return state, jax.tree.map(lambda rows, row: rows.at[i].set(row), log, metrics)
 
-    # EnvPool's calls are named by addresses, so programs differ between processes, which cannot share XLA's autotuning.
-    return jax.jit(train_chunk, donate_argnums=0, compiler_options={"xla_gpu_shard_autotuning": False})
+        # The host chooses how many updates run; one program serves all.
+        _, metrics = jax.eval_shape(update_agents, state)
+        log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
+        return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
 
-
-# ======================================================================================================================
-# Evaluation, video, checkpoints, logging
-# ======================================================================================================================
-
-
-@jax.jit(static_argnums=0)
-def act(args, params, obs, key, step):
-    """Actions [K, E] for frames [K, E, 4, 84, 84] at a step of the evaluation; everything has a leading axis K."""
-    logits, _ = over_seeds(forward)(params, obs)
-    noise = jax.vmap(lambda key: sample_noise(jax.random.fold_in(key, step), logits.shape[1:2]))(key)
-    return sample_action(logits, noise) if args.eval_mode == "sampled" else greedy_action(logits)
+    shardings = (state_shardings(args), jax.NamedSharding(mesh, jax.P()))
+    # The pool's address makes programs differ between processes, so they cannot share autotuning.
+    options = {"xla_gpu_shard_autotuning": False}
+    return jax.jit(train_chunk, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
 
-def evaluate(args, params, key):
-    """Plays one whole game, lives and raw scores included, in each of E fresh environments per agent.
+def chunk_size(args):
+    """The most updates in one call of the device."""
+    return min(args.log_interval, args.checkpoint_interval, args.num_updates)
 
-    Takes parameters and keys with a leading axis K. Gives returns [K, E], lengths [K, E] and the actions of the first
-    game. The host steps this pool: compiling it into a program would take longer than most evaluations.
+
+def join_processes(args):
+    """Starts JAX's distributed runtime; returns the arguments of this process.
+
+    All processes do exactly the same, down to the files. What those after the first write goes into
+    a temporary folder, what they print nowhere.
     """
-    params, shape = jax.tree.map(lambda x: x.addressable_data(0), params), (args.num_seeds, args.eval_episodes)
-    envs = make_pool(args, env_seeds(args, args.eval_episodes, 1).ravel())
+    # JAX's own service would catch SIGTERM before `StopSignals` does.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=args.coordinator_address,
+            num_processes=args.num_processes,
+            process_id=args.process_id,
+            heartbeat_timeout_seconds=20,
+            shutdown_timeout_seconds=20,
+        )
+    except ValueError as error:
+        raise UsageError(f"--distributed: {error}") from error
+    args = dataclasses.replace(
+        args, num_processes=jax.process_count(), process_id=jax.process_index()
+    )
+    check_args(args)
+    if args.process_id > 0:
+        scratch = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        sys.stdout = open(os.devnull, "w")
+        os.environ["WANDB_MODE"] = "disabled"
+        resume = args.resume
+        if resume is not None:
+            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"))
+        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
+    # Only now may the first process write into a run that the others have copied.
+    multihost_utils.sync_global_devices("processes joined")
+    return args
+
+
+def without_processes(args):
+    """The `Args` that belong to the run itself: not by how many processes it was trained."""
+    return dataclasses.replace(
+        args, distributed=False, coordinator_address=None, num_processes=None, process_id=None
+    )
+
+
+def gather(tree):
+    """The tree with arrays that are spread over processes whole in each; all must take part."""
+
+    def gather_leaf(x):
+        if x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(gather_leaf, tree)
+
+
+def agree_on_signal(signals):
+    """A signal that any of the processes has received, or None; all must ask equally often."""
+    if jax.process_count() == 1:
+        return signals.received
+    received = multihost_utils.process_allgather(np.int32(signals.received or 0))
+    return int(received.max()) or None
+
+
+# ==================================================================================================
+# Evaluation and video
+# ==================================================================================================
+
+
+class Evaluation(NamedTuple):
+    """Games in fresh emulators, and what it takes to play the first one again."""
+
+    episode_return: np.ndarray  # [K, E], raw scores of whole games
+    episode_length: np.ndarray  # [K, E], the agent's steps
+    actions: list  # of the first agent's first game, those that EnvPool ignored included
+
+
+def make_eval_pool(args, seeds, **options):
+    """The pool of an evaluation, one game for each seed; see `--eval-protocol`."""
+    episodic_life = args.eval_protocol == "training"
+    return make_pool(args, seeds, episodic_life=episodic_life, reward_clip=False, **options)
+
+
+def evaluate(args, act, params, keys):
+    """One game of K agents in each of E fresh emulators: an `Evaluation`.
+
+    `act(params, obs [K, E, ...], keys [K], step)` chooses the actions [K, E]. The host steps this
+    pool: compiling it into a program would take longer than most evaluations.
+
+    A game goes on until it is over or truncated, through all its lives. Under the protocol
+    "training" a lost life is the end of an episode to EnvPool, which makes the step after it one
+    that only resets; it counts neither in the score nor in the length.
+    """
+    shape = (args.num_seeds, args.eval_episodes)
+    envs = make_eval_pool(args, env_seeds(args, args.eval_episodes, 1).reshape(-1))
     obs, _ = envs.reset()
-    ret, length, running, actions = np.zeros(shape), np.zeros(shape, int), np.ones(shape, bool), []
-    while running.any():
-        action = np.asarray(act(args, params, obs.reshape(*shape, *obs.shape[1:]), key, len(actions)))
-        actions.append(action[0, 0])
-        obs, _, terminated, truncated, info = envs.step(action.ravel())
-        ret, length = ret + info["reward"].reshape(shape) * running, length + running
-        running &= ~(terminated | truncated).reshape(shape)
-    return ret, length, actions[: length[0, 0]]
+    episode_return = np.zeros(shape)
+    episode_length = np.zeros(shape, int)
+    running = np.ones(shape, bool)  # this game is not over
+    valid = np.ones(shape, bool)  # this step is not one that only resets
+    actions = []
+    for step in itertools.count():
+        action = np.asarray(act(params, obs.reshape(*shape, *OBS_SHAPE), keys, step))
+        if running[0, 0]:
+            actions.append(action[0, 0])
+        obs, _, terminated, truncated, info = envs.step(action.reshape(-1))
+
+        counts = running & valid
+        episode_return += np.where(counts, info["reward"].reshape(shape), 0.0)
+        episode_length += counts
+        game_over = (info["terminated"] > 0) | truncated
+        running &= ~(valid & game_over.reshape(shape))
+        valid = ~(terminated | truncated).reshape(shape)
+        if not running.any():
+            return Evaluation(
+                episode_return=episode_return, episode_length=episode_length, actions=actions
+            )
+
+
+def make_evaluate(args):
+    """Returns `evaluate_agents(params, keys)` of K agents: an `Evaluation`."""
+    platform = make_mesh(args).devices.flat[0].platform
+
+    def act(params, obs, keys, step):
+        def act_agent(params, obs, key):
+            dist, _ = forward(args, params, obs, platform=platform)
+            if args.eval_mode == "greedy":
+                return dist.mode()
+            return dist.sample(jax.random.fold_in(key, step))
+
+        return over_agents(act_agent, platform)(params, obs, keys)
+
+    jitted_act = jax.jit(act)
+
+    def evaluate_agents(params, keys):
+        # Every process evaluates by itself, with its own copy of the parameters.
+        params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        return evaluate(args, jitted_act, params, keys)
+
+    return evaluate_agents
 
 
 def evaluation_keys(args):
@@ -699,319 +1346,626 @@ def evaluation_keys(args):
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def summarize_evaluation(args, evaluation, alive):
-    """What summary.json and eval.json say of an evaluation: over agents alive, and lists with one entry per agent."""
-    returns, lengths = (np.asarray(x, float) for x in evaluation[:2])  # [K, E]
-    statistics = lambda agents, axis=None: {
-        "eval_return_mean": returns[agents].mean(axis).tolist(),
-        "eval_return_std": returns[agents].std(axis).tolist(),
-        "eval_length_mean": lengths[agents].mean(axis).tolist(),
+def summarize_evaluation(args, evaluation, finite):
+    """What summary.json and eval.json say of an evaluation of K agents.
+
+    Means over the agents with finite [K] parameters, and under "per_seed" those of every agent.
+    Raises RunError where there is none.
+    """
+    if not finite.any():
+        raise RunError("the parameters of all agents are NaN or infinite")
+    returns = np.asarray(evaluation.episode_return, float)  # [K, E]
+    lengths = np.asarray(evaluation.episode_length, float)
+    return {
+        "eval_episodes": args.eval_episodes,
+        "eval_mode": args.eval_mode,
+        "eval_protocol": args.eval_protocol,
+        "repeat_action_probability": args.repeat_action_probability,
+        "full_action_space": args.full_action_space,
+        "eval_return_mean": returns[finite].mean(),
+        "eval_return_std": returns[finite].std(),
+        "eval_return_ci95": bootstrap_interval(returns[finite].mean(1)),
+        "eval_length_mean": lengths[finite].mean(),
+        "per_seed": {
+            "eval_return_mean": returns.mean(1).tolist(),
+            "eval_return_std": returns.std(1).tolist(),
+            "eval_length_mean": lengths.mean(1).tolist(),
+        },
     }
-    overall = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode} | statistics(alive)
-    return overall | {"eval_return_ci95": bootstrap_interval(returns[alive].mean(1)), "per_seed": statistics(..., 1)}
 
 
 def bootstrap_interval(values, samples=10_000):
     """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
+    if len(values) == 1:
+        return None
     means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist() if len(values) > 1 else None
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
 
-def record_video(args, path, evaluation):
-    """Writes the first game as an MP4 in real time: its actions again, in an emulator of its own that sees colours."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    envs = make_pool(args, env_seeds(args, 1, 1)[0], gray_scale=False, img_height=210, img_width=160)
-    frame = lambda obs: obs[0, -3:].transpose(1, 2, 0)  # the newest of the stacked frames, [210, 160, 3]
-    with warnings.catch_warnings(), imageio.get_writer(path, fps=15, macro_block_size=2) as writer:
-        warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks; this one runs ffmpeg and nothing of JAX
-        writer.append_data(frame(envs.reset()[0]))
-        for action in evaluation[2]:
-            writer.append_data(frame(envs.step(np.array([action]))[0]))
+def finite_agents(params):
+    """Which agents have finite parameters, bool [K]."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+    return np.all([np.isfinite(x).reshape(len(x), -1).all(1) for x in leaves], axis=0)
 
 
-def assess(args, state, video):
-    """Evaluates all agents and records the first one; returns the summary."""
-    evaluation = evaluate(args, state.params, evaluation_keys(args))
-    record_video(args, video, evaluation)
-    alive = [all(np.isfinite(x[k]).all() for x in jax.tree.leaves(state.params)) for k in range(args.num_seeds)]
-    return summarize_evaluation(args, evaluation, np.array(alive))
+def record_video(args, evaluation, folder, name):
+    """Writes the first agent's first game as an MP4; returns its path.
 
-
-def join_processes(args, scratch):
-    """Starts JAX's distributed runtime; returns the arguments of this process.
-
-    All processes do exactly the same, down to the files; those of all but the first go into the folder `scratch`.
+    Its actions are played again, in an emulator of its own that sees colours.
     """
-    if args.resume:
-        load_args(args.resume)  # what is wrong here must end all of them, not leave the others waiting
-    address = args.coordinator_address, args.num_processes, args.process_id
-    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before `StopSignals` does
-    try:
-        jax.distributed.initialize(*address, heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20)
-    except ValueError as error:
-        raise UsageError(f"--distributed: {error}") from error
-    args = dataclasses.replace(args, num_processes=jax.process_count(), process_id=jax.process_index())
-    if args.process_id > 0:
-        sys.stdout, os.environ["WANDB_MODE"] = open(os.devnull, "w"), "disabled"
-        resume = args.resume and shutil.copytree(args.resume, f"{scratch}/resumed")
-        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
-    multihost_utils.sync_global_devices("the first process may write into a resumed run that the others have copied")
-    return args
+    seeds = env_seeds(args, args.eval_episodes, 1)[0, :1]
+    envs = make_eval_pool(args, seeds, gray_scale=False, img_height=210, img_width=160)
+    path = pathlib.Path(folder, f"{name}.mp4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def frame(obs):  # the newest of the stacked ones, [210, 160, 3]
+        return obs[0, -3:].transpose(1, 2, 0)
+
+    with warnings.catch_warnings():
+        # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        # 15 steps of four frames a second show it in real time; ffmpeg must not rescale it.
+        with imageio.get_writer(path, fps=15, macro_block_size=2) as writer:
+            obs, _ = envs.reset()
+            writer.append_data(frame(obs))
+            for action in evaluation.actions:
+                obs, *_ = envs.step(np.array([action]))
+                writer.append_data(frame(obs))
+    return path
 
 
-class StopSignals(list):
-    """Signals received. Its truth, if any process has one, is a collective: all processes must ask equally often."""
+# ==================================================================================================
+# Run folder
+# ==================================================================================================
 
-    def __bool__(self):
-        received = np.ravel(multihost_utils.process_allgather(np.int32(self[0] if len(self) else 0)))
-        self.extend(received[received > 0].tolist())
-        return bool(received.any())  # not of `self`, to which a signal may just have been added
+
+class UsageError(ValueError):
+    """Flags that cannot work; exit status 2."""
 
 
 class RunError(Exception):
-    """A failure with a message for the user."""
+    """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
 
 
-def flatten_state(state):
-    """{tree path: array} of a `TrainState`, in the order of its leaves.
-
-    Arrays that are spread over processes are gathered, in which all of them take part.
-    """
-    gather = lambda x: x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): gather(x) for p, x in jax.tree.leaves_with_path(state)}
-
-
-def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest."""
-    folder = pathlib.Path(run_dir, "checkpoints")
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{int(state.update[0]):09d}.npz"
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez(file, script=SCRIPT, **flatten_state(state))
-        file.flush()
-        os.fsync(file.fileno())
-    path.with_suffix(".tmp").replace(path)
-    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
-        old.unlink()
-
-
-def load_checkpoint(run_dir, template):
-    """The newest checkpoint of a run as a `TrainState` like `template`; raises RunError."""
-    path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
-    _check(path, f"{run_dir} holds no checkpoint", RunError)
-    expected = flatten_state(template)
+def create_run_folders(args):
+    """Creates the folders of a new run, for files and for videos; returns both paths."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     try:
-        arrays = dict(np.load(path, allow_pickle=False))  # reading checks the CRC
-    except Exception as error:  # what damaged bytes make of NumPy and zipfile is not limited to a few types
-        raise RunError(f"{path} is damaged ({error}); remove it to go back to an older one") from error
-    form = lambda arrays: {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    fits = str(arrays.pop("script", None)) == SCRIPT and form(arrays) == form(expected)
-    _check(fits, f"{path} does not fit: it is not a checkpoint of {SCRIPT} with these arguments", RunError)
-    return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(arrays[name]) for name in expected])
+        pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):  # runs that start in one second get numbers
+            run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
+            with contextlib.suppress(FileExistsError):
+                run_dir.mkdir()
+                break
+        video_dir = pathlib.Path(args.videos_dir, run_dir.name)
+        video_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"the folders of the run cannot be created: {error}") from error
+    return run_dir, video_dir
 
 
-def with_new_games(state, fresh):
-    """A saved `TrainState` with the games of a fresh one, because emulators cannot be saved."""
-    return state._replace(env_state=fresh.env_state, episodes=Episodes(*fresh.episodes[:2], *state.episodes[2:]))
+def write_json(path, content):
+    """Writes JSON atomically; numbers that are not finite become null."""
+    content = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 def load_args(run_dir):
-    """The `Args` saved in a run's args.json; raises RunError."""
+    """The `Args` saved in a run's args.json; raises RunError.
+
+    They are turned into a command line and parsed like one, which checks the types of all.
+    """
     try:
-        return Args(**json.loads(pathlib.Path(run_dir, "args.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        words = []
+        for name, value in saved.items():
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif isinstance(value, list):  # a tuple; flags that you add may be one
+                words += [f"--{name}", *map(str, value)]
+            else:
+                words.append(f"--{name}={value}")
+        with contextlib.redirect_stderr(io.StringIO()):
+            args = tyro.cli(Args, args=words)
+        default, parsed = (json.loads(json.dumps(vars(x))) for x in (Args(), args))
+        if parsed != default | saved:
+            raise ValueError("args.json has values of the wrong type")
+        check_args(args)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
+    except SystemExit as error:  # tyro's
+        raise RunError(f"{run_dir} is not a run of {SCRIPT}: args.json does not fit") from error
+    return args
+
+
+def leaf_name(path):
+    """The name of an array in a checkpoint, such as params/actor/0/w, from its path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_key(leaf):
+    """Whether an array holds PRNG keys, of which a checkpoint holds the data."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def flatten_state(state):
+    """{name: plain array} of a state."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
+
+
+def save_checkpoint(run_dir, state, num_kept=3):
+    """Writes checkpoints/<update>.npz atomically and removes all but the newest few."""
+    folder = pathlib.Path(run_dir, "checkpoints")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{int(state.update[0]):09d}.npz"
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, **jax.device_get(flatten_state(state)))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+        old.unlink(missing_ok=True)
+
+
+def load_checkpoint(args, run_dir):
+    """The newest checkpoint of a run as the placed `TrainState` of K agents; raises RunError."""
+    path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
+    if path is None:
+        raise RunError(f"{run_dir} holds no checkpoint")
+    try:
+        saved = dict(np.load(path, allow_pickle=False))  # reading checks the CRC
+    except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
+        message = f"{path} is damaged ({error}); remove it to go back to an older one"
+        raise RunError(message) from error
+    template = jax.eval_shape(functools.partial(init_states, args))
+    expected = jax.eval_shape(flatten_state, template)
+    for name in sorted(expected.keys() | saved.keys()):
+        have, want = (
+            f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
+            for arrays in (saved, expected)
+        )
+        if have != want:
+            message = f"{name} is {have}, expected: {want}"
+            raise RunError(f"{path} does not fit {SCRIPT} with these flags: {message}")
+
+    def restore(path, leaf):
+        array = saved[leaf_name(path)]
+        return jax.random.wrap_key_data(array) if is_key(leaf) else array
+
+    return place(args, jax.tree.map_with_path(restore, template))
 
 
 def load_run(run_dir):
-    """The (args, state) of a saved run; `state.params` has a leading seed axis."""
+    """The (args, state) of a saved run; the state is that of K agents. Raises RunError."""
     args = load_args(run_dir)
-    return args, load_checkpoint(run_dir, init_train_state(args, seed_keys(args), make_env(args)))
+    return args, load_checkpoint(args, run_dir)
 
 
-RENEWABLE = "runs_dir videos_dir log_interval checkpoint_interval eval_episodes capture_video video_interval".split()
-RENEWABLE += "eval_mode track wandb_project total_timesteps".split()
-RENEWABLE += "distributed coordinator_address num_processes process_id".split()
-
-
-def merge_args(given, saved):
-    """A saved run's arguments with those of `given` that are not the default and may be given anew."""
-    changes = dict(vars(given).items() - vars(Args(resume=given.resume)).items() - vars(saved).items())
-    for name, new in sorted(changes.items()):
-        renewable = name in RENEWABLE and not (name == "total_timesteps" and saved.anneal_lr)
-        _check(renewable, f"--{name} {new}: this run has {getattr(saved, name)}, which cannot change")
-    return dataclasses.replace(saved, **changes)
+def is_finished(args, state):
+    """Whether nothing of a resumed run is left to do, its final evaluation included."""
+    summary = pathlib.Path(args.resume, "summary.json")
+    if int(state.update[0]) < args.num_updates or not summary.is_file():
+        return False
+    return '"status": "finished"' in summary.read_text()
 
 
 class Logger:
-    """Writes metrics of K agents to TensorBoard (a run each) and the terminal; keeps the clock of training."""
+    """Writes metrics of K agents to TensorBoard (a run each) and the terminal; keeps the time."""
 
-    def __init__(self, args, run_dir, update):
-        self.args, self.first_update, self.pending = args, update, None
+    def __init__(self, args, run_dir, first_update):
+        self.args = args
+        self.first_update = first_update
         self.finite = np.ones(args.num_seeds, bool)  # agents whose losses are finite
-        self.is_terminal = sys.stdout.isatty()
         if args.track:
             import wandb
 
-            wandb.tensorboard.patch(root_logdir=str(run_dir), save=False)  # sends what the writers below write
-            wandb.init(project=args.wandb_project, id=run_dir.resolve().name, resume="allow", config=vars(args))
-        folders = [run_dir / (f"seed_{args.seed + k}" if args.num_seeds > 1 else "") for k in range(args.num_seeds)]
+            wandb.tensorboard.patch(root_logdir=str(run_dir), save=False)  # sends what is written
+            name = run_dir.resolve().name
+            wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+        folders = [run_dir]
+        if args.num_seeds > 1:
+            folders = [run_dir / f"seed_{args.seed + k}" for k in range(args.num_seeds)]
         self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
-        table = "\n".join(["|flag|value|", "|-|-|"] + [f"|{name}|{value}|" for name, value in vars(args).items()])
-        step = update * args.batch_size
+        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
+        table = "\n".join(["|flag|value|", "|-|-|", *rows])
         for writer in self.writers:
-            writer.add_event(Event(wall_time=time.time(), step=step, summary=text_pb("hyperparameters", table)))
+            self.add(writer, first_update, 0, summary=text_pb("hyperparameters", table))
             # Readers drop what an interrupted run had logged after this step.
-            writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log={"status": "START"}))
-        self.start, self.seconds, self.sps = time.perf_counter(), 0.0, None  # of training, in this process, no pauses
+            self.add(writer, first_update, 1, session_log={"status": "START"})
+        # Of training in this process, without pauses:
+        self.start = time.perf_counter()
+        self.seconds = 0.0
+        self.sps = None
 
-    def log(self, step, metrics):
-        """Writes {tag: [K]} at a step; values that are not finite are left out."""
+    def add(self, writer, update, offset, **content):
+        step = update * self.args.batch_size + offset
+        writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+    def write(self, update, metrics):
+        """Writes {tag: [K]} of an update; values that are not finite are left out."""
         for k, writer in enumerate(self.writers):
-            values = [dict(tag=tag, simple_value=x[k]) for tag, x in metrics.items() if np.isfinite(x[k])]
-            writer.add_event(Event(wall_time=time.time(), step=step, summary={"value": values}))
-            writer.flush()  # before a checkpoint of this step: a killed run must not lose what it will not log again
+            values = {tag: value[k] for tag, value in metrics.items() if np.isfinite(value[k])}
+            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
+            self.add(writer, update, 0, summary={"value": entries})
 
-    def log_pending(self):
-        """Waits for the chunk of updates whose (update, metrics) are pending and logs it; raises RunError."""
-        if self.pending is None:
-            return
-        (update, metrics), self.pending = jax.tree.map(np.asarray, self.pending), None  # waits for the device
-        step, total = update * self.args.batch_size, self.args.num_updates * self.args.batch_size
+    def log_chunk(self, first, last, metrics):
+        """Waits for updates first + 1 .. last and logs their metrics {tag: [U, K]}.
+
+        Raises RunError when no agent with finite losses is left.
+        """
+        jax.block_until_ready(metrics)
         self.seconds = time.perf_counter() - self.start
-        self.sps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds / self.seconds
-        self.log(step, {**metrics, "charts/SPS": np.full(self.args.num_seeds, self.sps)})
-        returns = metrics["charts/episodic_return"]
-        score = f", return {np.nanmean(returns):.2f}" if np.isfinite(returns).any() else ""
-        left = (total - step) * self.args.num_seeds / self.sps
-        line = f"{step:,}/{total:,} steps ({step / total:.0%}){score}, {self.sps:,.0f} SPS, {left:.0f} s left"
-        print(f"\r{line}\033[K" if self.is_terminal else line, end="" if self.is_terminal else "\n", flush=True)
-        for k in np.flatnonzero(self.finite & ~np.isfinite(metrics["losses/grad_norm"])):
+        steps = (last - self.first_update) * self.args.batch_size * self.args.num_seeds
+        self.sps = steps / self.seconds
+        metrics = {tag: np.asarray(value)[: last - first] for tag, value in metrics.items()}
+        for i in range(last - first):
+            self.write(first + 1 + i, {tag: value[i] for tag, value in metrics.items()})
+        self.write(last, {"charts/SPS": np.full(self.args.num_seeds, self.sps)})
+        for writer in self.writers:
+            writer.flush()  # before a checkpoint: a killed run must not lose what comes before it
+        self.check_losses(first, metrics["losses/grad_norm"])
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: no reason to stop
+            self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
+
+    def print_progress(self, update, metrics):
+        """One line that is rewritten on a terminal, a new one each time elsewhere."""
+        mean = {tag: value[self.finite].mean() for tag, value in metrics.items()}
+        done = update / self.args.num_updates
+        steps_left = (self.args.num_updates - update) * self.args.batch_size * self.args.num_seeds
+        line = f"{update * self.args.batch_size:,} steps ({done:.0%})"
+        line += f", {steps_left / self.sps:.0f} s left, {self.sps:,.0f} SPS"
+        for tag in ("charts/episodic_return", "losses/policy_loss", "losses/value_loss"):
+            if np.isfinite(mean.get(tag, math.nan)):
+                name = tag.partition("/")[2].removeprefix("episodic_").replace("_", " ")
+                line += f", {name} {mean[tag]:.4g}"
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{line[:width]}\033[K", end="", flush=True)
+        else:
+            print(line, flush=True)
+
+    def check_losses(self, first, grad_norm):
+        """Names agents whose gradients [U, K] are no longer finite; RunError if none is left."""
+        for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
             self.finite[k] = False
+            update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
             message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            _check(self.finite.any(), f"{message}, no seed is left; a smaller --learning-rate may help", RunError)
-            print(f"error: {message}; the others go on", file=sys.stderr)
+            if not self.finite.any():
+                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
+            start = "\n" if sys.stdout.isatty() else ""  # not into the progress line
+            print(f"{start}error: {message}; the others go on", file=sys.stderr)
 
     @contextlib.contextmanager
     def paused(self):
-        """Logs what is pending and stops the clock for whatever is not training."""
-        self.log_pending()
+        """Stops the clock for what is not training."""
         begin = time.perf_counter()
         yield
         self.start += time.perf_counter() - begin
 
     def close(self):
-        jax.block_until_ready(jax.live_arrays())  # a chunk that still runs must end before what it uses is gone
         for writer in self.writers:
             writer.close()
-        print(end="\n" if self.is_terminal else "")
+        if sys.stdout.isatty():
+            print()
 
 
-def write_json(path, content):
-    """Writes JSON atomically."""
-    path.with_suffix(".tmp").write_text(json.dumps(content, indent=2) + "\n")
-    path.with_suffix(".tmp").replace(path)
-
-
-# ======================================================================================================================
+# ==================================================================================================
 # Main
-# ======================================================================================================================
+# ==================================================================================================
 
 
-def open_run(given):
-    """Returns (args, run folder, video folder), both created; a resumed run goes on with its own arguments."""
-    name = f"{given.env_id}__{given.exp_name}__{given.seed}__{int(time.time())}"
-    run_dir = pathlib.Path(given.resume or f"{given.runs_dir}/{name}")
-    args = merge_args(given, load_args(run_dir)) if given.resume else given
-    _check(not args.track or importlib.util.find_spec("wandb"), "--track needs wandb: pip install wandb")
-    _check(args.num_devices <= jax.local_device_count(), f"--num-devices: JAX sees {jax.local_devices()}, see --help")
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    run_dir.mkdir(parents=True, exist_ok=bool(given.resume))
-    video_dir.mkdir(parents=True, exist_ok=True)
-    local = dict(distributed=False, coordinator_address=None, num_processes=None, process_id=None)  # not the run's
-    write_json(run_dir / "args.json", vars(args) | local)
-    return args, run_dir, video_dir
+def check_args(args):
+    """Raises UsageError for flags that cannot work."""
+
+    def check(condition, message):
+        if not condition:
+            raise UsageError(message)
+
+    check(args.num_seeds >= 1, f"--num-seeds must be at least 1, not {args.num_seeds}")
+    check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
+    several = f"--num-devices {args.num_devices}: start a process for each device (--distributed)"
+    check(args.num_devices == 1, several)
+    name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
+    check(name, "--exp-name must consist of letters, digits and ._-")
+    check(args.log_interval >= 1, "--log-interval must be at least 1")
+    check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
+    check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
+    check(args.eval_interval >= 0, "--eval-interval must be at least 0")
+    check(args.video_interval >= 1, "--video-interval must be at least 1")
+    check_game(args.env_id)
+    check(args.max_episode_steps >= 1, "--max-episode-steps must be at least 1")
+    repeat = args.repeat_action_probability
+    check(0 <= repeat < 1, f"--repeat-action-probability must lie in [0, 1), not be {repeat}")
+    check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
+    check(args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}")
+    check(args.num_minibatches >= 1, "--num-minibatches must be at least 1")
+    check(args.update_epochs >= 1, "--update-epochs must be at least 1")
+    check(0 < args.learning_rate < math.inf, "--learning-rate must be positive")
+    check(0 <= args.gamma <= 1, f"--gamma must lie in [0, 1], not be {args.gamma}")
+    check(0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not be {args.gae_lambda}")
+    check(0 <= args.clip_coef < math.inf, "--clip-coef must be at least 0")
+    check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
+    check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
+    check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
+    check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be at least 0")
+    check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
+    processes = args.num_processes if args.num_processes is not None else 1
+    check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
+    check(args.distributed or args.num_processes is None, "--num-processes needs --distributed")
+    check(not (args.distributed and args.eval is not None), "--eval: without --distributed")
+    divides = args.num_envs % processes == 0
+    check(divides, f"--num-processes {processes} must divide --num-envs {args.num_envs}")
+    size = args.batch_size // processes
+    check(size % args.num_minibatches == 0, f"--num-minibatches must divide the batch, {size}")
+    size = args.batch_size
+    check(args.num_updates >= 1, f"--total-timesteps must be at least a batch, {size} steps")
 
 
-def train(given, stop):
-    """Trains, evaluates and saves a run until done or until a signal is in the list `stop`."""
-    args, run_dir, video_dir = open_run(given)
-    start = time.perf_counter()
-    envs = make_env(args)
-    state = init_train_state(args, seed_keys(args), envs)
-    if given.resume:
-        state = with_new_games(load_checkpoint(run_dir, state), state)
-        print("emulators cannot be saved: all games start anew", flush=True)
-    state = shard_state(args, state)
-    train_chunk = make_train_chunk(args, envs).lower(state, jnp.int32(1)).compile()
-    compile_seconds = time.perf_counter() - start
-    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
+def parse_args(words=None):
+    """The `Args` of a command line; those of a saved run are the defaults of --resume and --eval.
 
-    done = int(state.update[0])
-    intervals = [args.log_interval, args.checkpoint_interval] + [args.video_interval] * args.capture_video
-    video = lambda: video_dir / f"step_{done * args.batch_size}.{VIDEO_FORMAT}"
-    with contextlib.closing(Logger(args, run_dir, done)) as logger:
-        while done < args.num_updates and not stop:
-            target = min(args.num_updates, *(done - done % interval + interval for interval in intervals))
-            state, metrics = train_chunk(state, jnp.int32(target - done))
-            logger.log_pending()  # the chunk before, while this one runs
-            done, logger.pending = target, (target, metrics)
-            if args.capture_video and done % args.video_interval == 0 and done < args.num_updates:
-                with logger.paused():
-                    scores = assess(args, state, video())["per_seed"]
-                    logger.log(done * args.batch_size, {"eval/episodic_return": scores["eval_return_mean"]})
-            if done % args.checkpoint_interval == 0:
-                with logger.paused():
-                    save_checkpoint(run_dir, state)
-        with logger.paused():
-            save_checkpoint(run_dir, state)
-        interrupted = bool(stop)  # a signal during the final evaluation comes too late to change anything
-        summary = vars(args) | {"script": SCRIPT, "status": "interrupted" if interrupted else "finished"}
-        summary |= {"total_timesteps": done * args.batch_size, "train_seconds": logger.seconds, "sps": logger.sps}
-        summary |= {"compile_seconds": compile_seconds, "jax_version": jax.__version__}
-        summary |= {"backend": jax.default_backend(), "device_kind": jax.devices()[0].device_kind}
-        summary["failed_seeds"] = (args.seed + np.flatnonzero(~logger.finite)).tolist()
-        if not interrupted:
-            summary |= assess(args, state, video())
-            logger.log(done * args.batch_size, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - PROCESS_START
-        write_json(run_dir / "summary.json", summary)
-    if interrupted:
-        print(f"interrupted at update {done}; go on with: python {sys.argv[0]} --resume {run_dir}")
-        sys.exit(128 + stop[0])
-    print(f"run: {run_dir}\nvideo: {video()}\n{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+    Raises UsageError, or RunError where the saved run cannot be read.
+    """
+    args = tyro.cli(Args, args=words)
+    run_dir = args.resume if args.resume is not None else args.eval
+    if run_dir is None:
+        check_args(args)
+        return args
+    if args.resume is not None and args.eval is not None:
+        raise UsageError("--resume and --eval exclude each other")
+
+    saved = load_args(run_dir)
+    if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
+        saved = dataclasses.replace(saved, num_devices=1, videos_dir=Args().videos_dir)
+    default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
+    args = tyro.cli(Args, args=words, default=default)
+    may_change = {"resume", "eval", "eval_episodes", "videos_dir", "num_devices"}
+    may_change |= {"eval_mode", "eval_protocol"}
+    if args.resume is not None:
+        may_change |= {"runs_dir", "log_interval", "checkpoint_interval", "eval_interval"}
+        may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
+        may_change |= {"distributed", "coordinator_address", "num_processes", "process_id"}
+        if not args.anneal_lr:
+            may_change.add("total_timesteps")
+    for field in dataclasses.fields(args):
+        old, new = getattr(saved, field.name), getattr(args, field.name)
+        if new != old and field.name not in may_change:
+            flag = "--" + field.name.replace("_", "-")
+            raise UsageError(f"{flag} {new}: this run has {old}, which cannot change here")
+    check_args(args)
+    return args
 
 
-def describe(summary):
-    return f"{summary['eval_mode']} return {summary['eval_return_mean']:.1f} over {summary['eval_episodes']} episodes"
+def use_compilation_cache():
+    """Lets a later process load the programs this one compiles, from the user's cache folder.
 
-
-def evaluate_run(given):
-    """Evaluates a saved run: writes its eval.json and a video, nothing else."""
-    args, state = load_run(given.eval)
-    args = dataclasses.replace(args, eval_episodes=given.eval_episodes, eval_mode=given.eval_mode)
-    video = pathlib.Path(given.videos_dir, pathlib.Path(given.eval).resolve().name, f"eval.{VIDEO_FORMAT}")
-    summary = assess(args, state, video)
-    write_json(pathlib.Path(given.eval, "eval.json"), summary)
-    print(f"video: {video}\n{describe(summary)}")
-
-
-def main(args):
-    """Runs the script; exits with 0, 1 (failed), 2 (wrong usage), 130 or 143 (interrupted, resumable)."""
-    stop = StopSignals()  # training ends after the chunk that is running
-    numbers = () if args.eval else (signal.SIGINT, signal.SIGTERM)
-    handlers = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in numbers}
+    JAX's own settings, environment variables included, win. Programs hold instructions of one
+    processor and formats of one jaxlib, so each combination has a folder of its own.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            args = join_processes(args, scratch) if args.distributed else args
-            evaluate_run(args) if args.eval else train(args, stop)
-    except (UsageError, RunError, OSError, jax.errors.JaxRuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        cpuinfo = pathlib.Path("/proc/cpuinfo")
+        features = host_platform.processor()
+        if cpuinfo.is_file():
+            lines = cpuinfo.read_text().splitlines()
+            features = next((x for x in lines if x.startswith(("flags", "Features"))), features)
+        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        name = f"jaxlib-{jax.lib.__version__}-{zlib.crc32(features.encode()):08x}"
+        folder = home / "single-file-jax-ppo" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        # JAX's own limit needs another package. One gigabyte, oldest first.
+        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        sizes = np.cumsum([path.stat().st_size for path in files])
+        for path, size in zip(files, sizes):
+            if size > 2**30:
+                path.unlink(missing_ok=True)
+    except (OSError, RuntimeError):
+        return  # no home, or nothing may be written there: no cache, then
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@contextlib.contextmanager
+def without_compilation_cache():
+    """Keeps what is compiled inside `with` out of the persistent cache.
+
+    For programs that step a pool: they name its address in the memory of this process.
+    """
+    limit = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+    try:
+        yield
     finally:
-        for number, handler in handlers.items():
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
+
+
+class StopSignals:
+    """The first Ctrl-C or SIGTERM inside `with` is remembered, a second one ends the process."""
+
+    def __init__(self):
+        self.received = None
+
+    def __enter__(self):
+        self.handlers = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def receive(self, number, frame):
+        self.received = number
+        for n in self.handlers:
+            signal.signal(n, signal.SIG_DFL)
+
+    def __exit__(self, *exception):
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def device_finished():
+    """Waits at the end of `with`: a chunk that still runs must not outlive the pool it steps."""
+    try:
+        yield
+    finally:
+        jax.block_until_ready(jax.live_arrays())
+
+
+def next_pause(args, done):
+    """The update after which the host has something to do again."""
+    intervals = [args.log_interval, args.checkpoint_interval]
+    if args.eval_interval:
+        intervals.append(args.eval_interval)
+    if args.capture_video:
+        intervals.append(args.video_interval)
+    return min(args.num_updates, *(done - done % interval + interval for interval in intervals))
+
+
+def describe(summary):
+    """The result of an evaluation in a few words."""
+    score = f"{summary['eval_mode']} return {summary['eval_return_mean']:.1f}"
+    return f"{score} over {summary['eval_episodes']} episodes ({summary['eval_protocol']} protocol)"
+
+
+def evaluate_run(args):
+    """`--eval`: writes the run's eval.json and a video, nothing else."""
+    run_dir = pathlib.Path(args.eval)
+    state = load_checkpoint(args, run_dir)
+    evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
+    summary = summarize_evaluation(args, evaluation, finite_agents(state.params))
+    write_json(run_dir / "eval.json", summary)
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    video = record_video(args, evaluation, video_dir, "eval")
+    if video:
+        print(f"video: {video}")
+    print(describe(summary))
+
+
+def main(words=None):
+    """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
+    args = parse_args(words)
+    if args.track and not importlib.util.find_spec("wandb"):
+        raise UsageError("--track needs wandb: pip install wandb")
+    if args.distributed:
+        args = join_processes(args)  # before anything else that JAX does
+    use_compilation_cache()
+    if args.eval is not None:
+        evaluate_run(args)
+        return
+
+    # --- Start, or go on ---
+    start = time.perf_counter()
+    if args.resume is None:
+        state = init_agents(args)
+    else:
+        state = load_checkpoint(args, args.resume)
+        if is_finished(args, state):
+            print(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
+            return
+        print("emulators cannot be saved: all games start anew", flush=True)
+    envs = make_env(args)
+    state = start_games(args, envs, state)
+
+    # --- Compile ---
+    with without_compilation_cache():
+        train_chunk = make_train_chunk(args, envs).lower(state, jnp.int32(1)).compile()
+    evaluate_agents = make_evaluate(args)
+    compile_seconds = time.perf_counter() - start
+
+    if args.resume is None:
+        run_dir, video_dir = create_run_folders(args)
+    else:
+        run_dir = pathlib.Path(args.resume)
+        video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    run_args = without_processes(dataclasses.replace(args, resume=None))
+    write_json(run_dir / "args.json", vars(run_args))
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
+
+    # --- Train: while the device works on a chunk of updates, the host logs the one before ---
+    done = int(state.update[0])
+    logger = Logger(args, run_dir, done)
+    with contextlib.closing(logger), device_finished():
+        pending = None  # (first, last, metrics) of the chunk that is not logged yet
+        with StopSignals() as signals:
+            while done < args.num_updates and not agree_on_signal(signals):
+                first, done = done, next_pause(args, done)
+                state, metrics = train_chunk(state, jnp.int32(done - first))  # does not wait
+                if pending:
+                    logger.log_chunk(*pending)
+                pending = (first, done, metrics)
+
+                save_due = done % args.checkpoint_interval == 0
+                video_due = args.capture_video and done % args.video_interval == 0
+                eval_due = video_due or (args.eval_interval and done % args.eval_interval == 0)
+                if done == args.num_updates or not (save_due or eval_due):
+                    continue  # what is due at the end comes below
+                logger.log_chunk(*pending)  # waits for the device
+                pending = None
+                with logger.paused():
+                    if save_due:
+                        save_checkpoint(run_dir, gather(state))
+                    if eval_due:
+                        evaluation = evaluate_agents(state.params, evaluation_keys(args))
+                        scores = np.asarray(evaluation.episode_return).mean(1)  # [K]
+                        logger.write(done, {"eval/episodic_return": scores})
+                    if video_due:
+                        name = f"step_{done * args.batch_size}"
+                        record_video(args, evaluation, video_dir, name)
+            if pending:
+                logger.log_chunk(*pending)
+            save_checkpoint(run_dir, gather(state))
+        received = agree_on_signal(signals)
+
+        # --- Evaluate and sum up; the video comes last, so that nothing depends on it ---
+        finite = logger.finite & finite_agents(state.params)
+        device = make_mesh(args).devices.flat[0]
+        summary = {
+            "script": SCRIPT,
+            "status": "interrupted" if received else "finished",
+            "env_id": args.env_id,
+            "repeat_action_probability": args.repeat_action_probability,
+            "full_action_space": args.full_action_space,
+            "seed": args.seed,
+            "num_seeds": args.num_seeds,
+            "num_devices": args.num_devices,
+            "num_processes": jax.process_count(),
+            "num_envs": args.num_envs,
+            "num_steps": args.num_steps,
+            "total_timesteps": done * args.batch_size,
+            "failed_seeds": (args.seed + np.flatnonzero(~finite)).tolist(),
+            "sps": logger.sps,
+            "compile_seconds": compile_seconds,
+            "train_seconds": logger.seconds,
+            "backend": device.platform,
+            "device_kind": device.device_kind,
+            "jax_version": jax.__version__,
+            "args": vars(run_args),
+        }
+        if not received:
+            evaluation = evaluate_agents(state.params, evaluation_keys(args))
+            summary |= summarize_evaluation(args, evaluation, finite)
+            logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
+        summary["wall_seconds"] = time.time() - PROCESS_START
+        write_json(run_dir / "summary.json", summary)
+
+    if received:
+        print(f"interrupted at update {done}; to go on: python {sys.argv[0]} --resume {run_dir}")
+        sys.exit(128 + received)
+    video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
+    print(f"run: {run_dir}")
+    if video:
+        print(f"video: {video}")
+    print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    # Python notices Ctrl-C only when a compilation has ended; the system's own action is at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        main()
+    except (UsageError, RunError) as error:  # errors of the code keep their traceback
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
