@@ -1,7 +1,8 @@
-"""What the tests share: the scripts of this repository, quick flags for each, and real processes of them."""
+"""What the tests share: the scripts of this repository, quick flags for each, and runs of them."""
 
 import atexit
 import importlib
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -12,9 +13,11 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # virtual devices for test_parallel.py
-# What one test or process has compiled the others load: most of the suite's time would be compilation.
-if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers get it from the process that starts them
+# Half the time to compile; the same operations and fusions, in machine code that is less optimised.
+QUICK_COMPILATION = " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4" + QUICK_COMPILATION
+# What one test or process has compiled the others load: most of the time would be compilation.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get it from the process that starts them
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
@@ -23,13 +26,23 @@ sys.path.insert(0, str(ROOT))
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-# A run of 20 updates for each script. A new script needs its row here, nothing else.
+# A run of 20 updates for each script. A new script needs its row here and a place in CONVERTED.
 QUICK = {
     "ppo_cartpole_jax": dict(
-        num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
+        num_envs=8,
+        num_steps=16,
+        total_timesteps=2560,
+        log_interval=2,
+        checkpoint_interval=5,
+        eval_episodes=4,
     ),
     "ppo_swingup_jax": dict(
-        num_envs=8, num_steps=16, total_timesteps=2560, log_interval=2, checkpoint_interval=5, eval_episodes=4
+        num_envs=8,
+        num_steps=16,
+        total_timesteps=2560,
+        log_interval=2,
+        checkpoint_interval=5,
+        eval_episodes=4,
     ),
     "ppo_minigrid_rnn": dict(
         num_envs=8,
@@ -53,13 +66,33 @@ QUICK = {
         max_episode_steps=20,
     ),
 }
-MODULES = [importlib.import_module(name) for name in QUICK]
+# The scripts of the new anatomy. The others are neither imported nor compared yet.
+CONVERTED = tuple(QUICK)
+MODULES = [importlib.import_module(name) for name in QUICK if name in CONVERTED]
+
+FILES_OF = {  # test files of one script or of features that only these have
+    "ppo_swingup_jax": ["test_swingup.py"],
+    "ppo_minigrid_rnn": [
+        "test_minigrid_env.py", "test_minigrid_rnn.py", "test_distributed.py"
+    ],
+    "ppo_atari_envpool_xla_jax": ["test_atari.py", "test_distributed.py"],
+}  # fmt: skip
+collect_ignore = [file for name in FILES_OF if name not in CONVERTED for file in FILES_OF[name]]
 
 
 def pytest_collection_modifyitems(items):
-    """The slowest files first: begun last, they would keep one of two processes busy long after the other is done."""
-    slow = ["test_distributed.py", "test_parallel.py", "test_processes.py"]
-    items.sort(key=lambda item: slow.index(item.path.name) if item.path.name in slow else len(slow))
+    """The slowest files first: begun last, they would keep one of two processes busy alone."""
+    slow = ["test_distributed.py", "test_processes.py", "test_parallel.py", "test_cli.py"]
+
+    def place(item):
+        return slow.index(item.path.name) if item.path.name in slow else len(slow)
+
+    items.sort(key=place)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which scripts a test runs with
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", params=MODULES, ids=lambda module: module.__name__)
@@ -68,21 +101,29 @@ def script(request):
     return request.param
 
 
-def having(*names, lacking=None):
-    """Restricts a test's `script` to those that define all these names, and not the one they should be lacking."""
-    modules = [module for module in MODULES if all(hasattr(module, name) for name in names)]
-    modules = [module for module in modules if lacking is None or not hasattr(module, lacking)]
+def _with_scripts(modules):
     return pytest.mark.parametrize(
         "script", modules, ids=lambda module: module.__name__, indirect=True, scope="session"
     )
 
 
+def having(*names, lacking=None):
+    """Restricts a test's `script` to those that define all `names`, and not the one `lacking`."""
+    modules = [module for module in MODULES if all(hasattr(module, name) for name in names)]
+    return _with_scripts([m for m in modules if lacking is None or not hasattr(m, lacking)])
+
+
 def once(name):
-    """Restricts a test to the first script that defines a name, which test_drift.py holds to be one text in all."""
-    module = next(module for module in MODULES if hasattr(module, name))
-    return pytest.mark.parametrize(
-        "script", [module], ids=lambda module: module.__name__, indirect=True, scope="session"
-    )
+    """Restricts a test to the first script that defines a name, which is one text in all of them.
+
+    test_drift.py holds it to be one.
+    """
+    return _with_scripts([module for module in MODULES if hasattr(module, name)][:1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
 
 
 def quick_args(script, **options):
@@ -90,29 +131,62 @@ def quick_args(script, **options):
     return script.Args(**QUICK[script.__name__] | options)
 
 
+def words_of(**options):
+    """The command-line words of these options: `norm_adv=False` gives `--no-norm-adv`."""
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple):
+            words += [f"--{flag}", *map(str, value)]
+        else:
+            words.append(f"--{flag}={value}")
+    return words
+
+
+def quick_words(script, folder, **options):
+    """The words of a quick run whose folders runs/ and videos/ lie in this folder."""
+    folders = {"runs_dir": folder / "runs", "videos_dir": folder / "videos"}
+    return words_of(**QUICK[script.__name__] | folders | options)
+
+
+def run_main(script, folder, **options):
+    """A quick run by `main` in this process; returns its run folder."""
+    script.main(quick_words(script, folder, **options))
+    return run_of(folder)
+
+
 def command(script, **options):
     """The command line that runs a script with these options."""
-    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
-    return [sys.executable, f"{script.__name__}.py", *(word for pair in pairs for word in pair)]
+    return [sys.executable, f"{script.__name__}.py", *words_of(**options)]
 
 
-def start(script, folder, devices=1, *flags, code=None, **options):
-    """Copies the script alone into a folder and starts it there as a process that sees this many devices.
+def environment(devices=1):
+    """Environment variables of a process that sees this many devices, as users would run it."""
+    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def start(script, folder, devices=1, *flags, code=None, env=None, **options):
+    """Copies the script alone into a folder and starts it there, as `environment` has it.
 
     `flags` are flags without a value. `code` is run instead of the script, with the same arguments.
+    `env` changes environment variables; None removes one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(script.__file__, folder)
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env = environment(devices) | (env or {})
+    env = {name: value for name, value in env.items() if value is not None}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     python, file, *words = command(script, **options)
     program = ["-c", code] if code else [file]
-    return subprocess.Popen([python, *program, *words, *flags], cwd=folder, env=env, text=True, **pipes)
+    words = [python, *program, *words, *flags]
+    return subprocess.Popen(words, cwd=folder, env=env, text=True, **pipes)
 
 
-def finish(script, folder, devices=1, **options):
+def finish(script, folder, devices=1, *flags, **options):
     """Runs the script to its successful end; returns its run folder."""
-    process = start(script, folder, devices, **options)
+    process = start(script, folder, devices, *flags, **options)
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stdout + stderr
     return run_of(folder)
@@ -125,19 +199,51 @@ def run_of(folder):
 
 
 def newest_checkpoint(run_dir):
+    """The checkpoint of the most updates."""
     return max(run_dir.glob("checkpoints/*.npz"))
+
+
+def contents(folder):
+    """{relative path: bytes} of all files below a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def scalars(run_dir):
     """{tag: [(step, value), ...]} as TensorBoard reads the event files of a run."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def edited_copy(script, path, *edits):
+    """Writes the script's text to a new file with some passages replaced, and imports it.
+
+    `edits` are pairs of a passage that is there just once and of what to put in its place.
+    """
+    text = pathlib.Path(script.__file__).read_text()
+    for passage, replacement in edits:
+        assert text.count(passage) == 1, passage
+        text = text.replace(passage, replacement)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return load(path)
+
+
+def load(path):
+    """Imports a file under its own name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where typing looks annotations up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
 def finished_run(script, tmp_path_factory):
-    """Folder of a finished quick run. Tests that change something work on a copy: see `run_copy`."""
-    return finish(script, tmp_path_factory.mktemp("quick"), **QUICK[script.__name__])
+    """Folder of a finished quick run, by a process. Tests that change it use `run_copy`."""
+    env = {"XLA_FLAGS": environment()["XLA_FLAGS"] + QUICK_COMPILATION}
+    return finish(script, tmp_path_factory.mktemp("quick"), env=env, **QUICK[script.__name__])
 
 
 @pytest.fixture

@@ -12,39 +12,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import ROOT, having
+from conftest import ROOT, having, quick_args
 
 pytestmark = having("CartPole")
 
 
-def agent(state):
-    """The first agent's part of a `TrainState`, whose leaves have a leading seed axis."""
-    return jax.tree.map(lambda x: x[0], state)
-
-
 def balancing(script, params):
-    """`params` with an actor that never drops the pole: push to where it falls, and lean it back to the centre."""
+    """`params` with an actor that never drops the pole.
+
+    It pushes to where the pole falls, and leans it back to the centre.
+    """
     actor = jax.tree.map(jnp.zeros_like, params["actor"])
-    actor["w1"] = actor["w1"].at[0].set(jnp.array([0.02, 0.04, 1.0, 0.3]))
-    actor["w2"] = actor["w2"].at[0, 0].set(1.0)
-    actor["w3"] = actor["w3"].at[1, 0].set(1e6)
+    actor[0]["w"] = actor[0]["w"].at[0].set(jnp.array([0.02, 0.04, 1.0, 0.3]))
+    actor[1]["w"] = actor[1]["w"].at[0, 0].set(1.0)
+    actor[2]["w"] = actor[2]["w"].at[1, 0].set(1e6)
     return params | {"actor": actor}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("integrator", ["euler", "semi-implicit"])
 @pytest.mark.parametrize("skill", ["random", "balancing"])
 def test_rollout_equals_gymnasium(script, integrator, skill):
-    """12,000 steps of `rollout`, each taken again by Gymnasium from the same state: all it returns is the same.
+    """12,000 steps of `rollout`, each taken again by Gymnasium from the same state.
 
     The random policy's episodes all end by termination, the balancing one's all by truncation.
     """
     args = script.Args(num_envs=8, num_steps=1500, kinematics_integrator=integrator)
-    state = agent(script.init_train_state(args, script.seed_keys(args)))
+    state = script.init_train_state(args, jax.random.key(1))
     params = balancing(script, state.params) if skill == "balancing" else state.params
     rollout = jax.jit(script.rollout, static_argnums=(0, 1))
-    _, episodes, steps = rollout(
-        args, script.make_env(args), params, state.env_state, state.episodes, jax.random.key(1)
-    )
+    env, key = script.make_env(args), jax.random.key(1)
+    _, stats, steps = rollout(args, env, params, state.env_state, state.stats, key)
     steps = jax.tree.map(np.asarray, steps)
     env = gymnasium.make("CartPole-v1")
     env.unwrapped.kinematics_integrator = integrator
@@ -53,54 +51,114 @@ def test_rollout_equals_gymnasium(script, integrator, skill):
         for t in range(args.num_steps):
             if done:
                 env.reset()
-                assert np.abs(steps.obs[t, :, n]).max() <= 0.05
+                assert np.abs(steps.obs[t, n]).max() <= 0.05
             else:
-                np.testing.assert_array_equal(steps.obs[t, :, n], steps.next_obs[t - 1, :, n])
-            env.unwrapped.state = steps.obs[t, :, n].astype(np.float64)
+                np.testing.assert_array_equal(steps.obs[t, n], steps.next_obs[t - 1, n])
+            env.unwrapped.state = steps.obs[t, n].astype(np.float64)
             obs, reward, terminated, truncated, _ = env.step(int(steps.action[t, n]))
-            np.testing.assert_allclose(steps.next_obs[t, :, n], obs, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(steps.next_obs[t, n], obs, rtol=1e-6, atol=1e-6)
             flags = (steps.reward[t, n], steps.terminated[t, n], steps.truncated[t, n])
             assert flags == (reward, terminated, truncated)
             done = terminated or truncated
     if skill == "balancing":
         assert steps.truncated.sum() == 3 * args.num_envs and not steps.terminated.any()
-        np.testing.assert_array_equal(episodes.last_ret, 500.0)
+        np.testing.assert_array_equal(stats.last_return, 500.0)
     else:
         assert steps.terminated.sum() > 100 and set(steps.action.flat) == {0, 1}
 
 
+@pytest.mark.quick
 def test_start_states_are_uniform(script):
-    """Kolmogorov-Smirnov test of 10,000 start states against the uniform distribution on [-0.05, 0.05]."""
-    for states in np.asarray(script.CartPole().reset(jax.random.key(0), (10_000,))):
-        assert scipy.stats.kstest(states, scipy.stats.uniform(-0.05, 0.1).cdf).pvalue > 1e-3
+    """Kolmogorov-Smirnov test of 10,000 start states against uniform ones on [-0.05, 0.05]."""
+    states = jax.vmap(script.CartPole().reset)(jax.random.split(jax.random.key(0), 10_000))
+    for component in np.asarray(states):
+        assert scipy.stats.kstest(component, scipy.stats.uniform(-0.05, 0.1).cdf).pvalue > 1e-3
+    assert np.abs(np.corrcoef(np.asarray(states)) - np.eye(4)).max() < 0.05  # four draws, not one
 
 
-def test_frozen_limits(script):
-    """The limits are Gymnasium's own: just inside goes on, just outside ends."""
-    env = gymnasium.make("CartPole-v1").unwrapped
-    ours = script.CartPole()
-    assert ours.x_limit == env.x_threshold and ours.theta_limit == pytest.approx(env.theta_threshold_radians, rel=1e-12)
+@pytest.mark.quick
+def test_constants(script):
+    """Limits and physics are Gymnasium's own."""
+    env, ours = gymnasium.make("CartPole-v1").unwrapped, script.CartPole()
+    assert ours.x_limit == env.x_threshold
+    assert ours.theta_limit == pytest.approx(env.theta_threshold_radians, rel=1e-12)
     assert ours.max_episode_steps == gymnasium.spec("CartPole-v1").max_episode_steps
+    assert ours.num_actions == env.action_space.n
+    physics = (ours.gravity, ours.mass_cart, ours.mass_pole, ours.half_length, ours.force, ours.tau)
+    theirs = (env.gravity, env.masscart, env.masspole, env.length, env.force_mag, env.tau)
+    assert physics == theirs
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("width, height", [(300, 200), (600, 400), (101, 77)])
+def test_drawing_is_to_scale(script, width, height):
+    """Cart and pole lie where a state says and inside the picture, wherever an episode may go."""
+    env = script.CartPole()
+    scale = width / (2.2 * env.x_limit)
+    for x, theta in [(0, 0), (-2.4, 0.2), (2.4, -0.2), (1.0, 0.15)]:
+        state = script.CartPoleState(x=x, x_dot=0.0, theta=theta, theta_dot=0.0)
+        image = env.render(state, width, height)
+        assert image.shape == (height, width, 3) and image.dtype == np.uint8
+        rows, columns = np.nonzero((image == (204, 153, 102)).all(-1))  # the pole
+        tip, lean = rows.argmin(), np.sin(theta)
+        assert columns[tip] == pytest.approx(width / 2 + scale * (x + lean), abs=0.08 * scale + 2)
+        length = 0.75 * height - rows[tip]
+        assert length == pytest.approx(scale * np.cos(theta), abs=0.08 * scale + 2)
+        assert rows[tip] > 0
+        _, columns = np.nonzero((image == (40, 40, 40)).all(-1))  # the cart
+        if abs(x) < 2:
+            assert columns.mean() == pytest.approx(width / 2 + scale * x, abs=0.05 * scale + 1)
+
+
+def test_evaluation_equals_gymnasium(script):
+    """Each greedy episode, played again in Gymnasium from the same start: return and length."""
+    args = quick_args(script, eval_episodes=10)
+    params = script.init_train_state(args, jax.random.key(3)).params
+    actor = [
+        *params["actor"][:2],
+        {"w": 100 * params["actor"][2]["w"], "b": params["actor"][2]["b"]},
+    ]
+    params = params | {"actor": actor}
+    evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, jax.random.key(4))
+    reset_key, _ = jax.random.split(jax.random.key(4))
+    starts = jax.vmap(script.CartPole().reset)(jax.random.split(reset_key, 10))
+    act = jax.jit(lambda obs: script.forward(args, params, obs)[0].mode())
+    env = gymnasium.make("CartPole-v1")
+    for episode, start in enumerate(np.asarray(starts).T):
+        env.reset()
+        env.unwrapped.state = start.astype(np.float64)
+        obs, score, length, done = start, 0.0, 0, False
+        while not done:
+            obs, reward, terminated, truncated, _ = env.step(int(act(np.float32(obs)[None])[0]))
+            score, length, done = score + reward, length + 1, terminated or truncated
+            if episode == 0:
+                state = jax.tree.map(lambda x: x[length], evaluation.states)  # noqa: B023
+                np.testing.assert_allclose(state, obs, rtol=1e-3, atol=1e-3)
+        assert evaluation.episode_return[episode] == score
+        assert evaluation.episode_length[episode] == length
+    states = np.asarray(evaluation.states)[:, int(evaluation.episode_length[0]) :]
+    np.testing.assert_array_equal(states, np.repeat(states[:, :1], states.shape[1], axis=1))
 
 
 def test_default_flags_solve_it(script, default_run):
-    """The greedy policy of a default run reaches the possible maximum in every evaluation episode."""
+    """The greedy policy of a default run reaches the maximum in every evaluation episode."""
     summary = json.loads((default_run / "summary.json").read_text())
     assert summary["eval_episodes"] == 100
     assert (summary["eval_return_mean"], summary["eval_return_std"]) == (500.0, 0.0)
 
 
 def test_policy_scores_500_in_gymnasium(script, default_run):
-    """The trained policy, played greedily in Gymnasium's own environment, scores 500 in ten episodes."""
-    _, state = script.load_run(default_run)
-    act = jax.jit(lambda obs: script.policy(agent(state.params), obs[:, None]).argmax())
+    """The trained policy, played greedily in Gymnasium's own environment, scores 500 each time."""
+    args, state = script.load_run(default_run)
+    params = jax.tree.map(lambda x: x[0], state.params)
+    act = jax.jit(lambda obs: script.forward(args, params, obs[None])[0].mode()[0])
     env = gymnasium.make("CartPole-v1")
     for seed in range(10):
-        (obs, _), ret, done = env.reset(seed=seed), 0.0, False
+        (obs, _), score, done = env.reset(seed=seed), 0.0, False
         while not done:
             obs, reward, terminated, truncated, _ = env.step(int(act(obs)))
-            ret, done = ret + reward, terminated or truncated
-        assert ret == 500.0
+            score, done = score + reward, terminated or truncated
+        assert score == 500.0
 
 
 def test_readme_snippet_plays_a_policy(script, default_run, tmp_path):
@@ -109,7 +167,7 @@ def test_readme_snippet_plays_a_policy(script, default_run, tmp_path):
     snippet = next(block for block in blocks if "load_run" in block and script.__name__ in block)
     assert "runs/<run_name>" in snippet
     shutil.copy(script.__file__, tmp_path)
-    code = snippet.replace("runs/<run_name>", str(default_run))
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    program = [sys.executable, "-c", snippet.replace("runs/<run_name>", str(default_run))]
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert re.search(r"\b500(\.0*)?\b", result.stdout), result.stdout

@@ -1,151 +1,412 @@
-"""Robustness: wrong arguments, damaged and foreign files, NaN; and the files that a run leaves."""
+"""The command line: flags, errors, damaged and foreign files, NaN; and the files of a run."""
 
 import dataclasses
 import json
 import pickle
 import re
+import shutil
 import signal
 import struct
 import sys
+import time
 import zipfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import tyro
-from conftest import QUICK, having, newest_checkpoint, once, quick_args, scalars
+from conftest import (
+    QUICK,
+    contents,
+    edited_copy,
+    having,
+    newest_checkpoint,
+    once,
+    quick_args,
+    quick_words,
+    run_main,
+    run_of,
+    scalars,
+    start,
+    words_of,
+)
 
 SUMMARY_KEYS = set(
-    """script env_id seed num_seeds num_envs num_steps total_timesteps sps compile_seconds train_seconds wall_seconds
-    eval_episodes eval_mode eval_return_mean eval_return_std eval_length_mean per_seed backend device_kind num_devices
-    jax_version status""".split()
+    """script env_id seed num_seeds num_envs num_steps total_timesteps sps compile_seconds
+    train_seconds wall_seconds eval_episodes eval_mode eval_return_mean eval_return_std
+    eval_length_mean per_seed backend device_kind num_devices jax_version status args""".split()
 )
 TAGS = set(
-    """charts/episodic_return charts/episodic_length charts/learning_rate charts/SPS losses/policy_loss
-    losses/value_loss losses/entropy losses/approx_kl losses/old_approx_kl losses/clipfrac losses/explained_variance
-    losses/grad_norm eval/episodic_return""".split()
+    """charts/episodic_return charts/episodic_length charts/learning_rate charts/SPS
+    losses/policy_loss losses/value_loss losses/entropy losses/approx_kl losses/old_approx_kl
+    losses/clipfrac losses/explained_variance losses/grad_norm eval/episodic_return""".split()
 )
 
 
-def failure(script, args, capsys):
-    """Runs `main` until it exits; returns the exit code and what it wrote to standard error: one line."""
-    with pytest.raises(SystemExit) as exit:
-        script.main(args)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return exit.value.code, lines[0]
+def refusal(error, function, *args, **options):
+    """The message of the error that a call raises; it is one line, as users will see it."""
+    with pytest.raises(error) as info:
+        function(*args, **options)
+    assert type(info.value) is error and len(str(info.value).splitlines()) == 1
+    return str(info.value)
 
 
-def contents(folder):
-    """{relative path: bytes} of all files below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def edit_saved_args(run_dir, **changes):
+    """Changes flags in a run's args.json; returns those it had."""
+    saved = json.loads((run_dir / "args.json").read_text())
+    (run_dir / "args.json").write_text(json.dumps(saved | changes))
+    return saved
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "flag, value",
     [
         ("num_envs", 0),
         ("num_steps", -1),
         ("num_minibatches", 7),
+        ("num_minibatches", 0),
+        ("update_epochs", 0),
         ("total_timesteps", 1),
         ("learning_rate", -1e-3),
         ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
         ("gamma", 1.5),
         ("gae_lambda", -0.1),
         ("clip_coef", -0.2),
+        ("ent_coef", -0.1),
+        ("vf_coef", float("nan")),
+        ("max_grad_norm", 0.0),
+        ("target_kl", -1.0),
+        ("adam_eps", 0.0),
         ("num_seeds", 0),
         ("num_devices", 3),
+        ("num_devices", 0),
         ("seed", -1),
+        ("seed", 2**32),
+        ("log_interval", 0),
+        ("checkpoint_interval", 0),
+        ("video_interval", 0),
+        ("eval_interval", -1),
+        ("eval_episodes", 0),
         ("exp_name", "../../x"),
         ("exp_name", ""),
     ],
 )
-def test_bad_arguments_are_refused(script, flag, value, capsys):
-    """`Args` raises a ValueError that names the flag; on the command line that is exit code 2 without a traceback."""
+def test_bad_flags_are_refused(script, flag, value):
+    """`Args` takes anything; `check_args` and the command line name the flag."""
     name = f"--{flag.replace('_', '-')}"
-    with pytest.raises(ValueError, match=name):
-        quick_args(script, **{flag: value})
-    quick = {**QUICK[script.__name__], flag: value}
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in quick.items()]
-    with pytest.raises(SystemExit) as exit:
-        tyro.cli(script.Args, args=words)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and name in error and "Traceback" not in error
-
-
-@having(lacking="make_pool")
-def test_more_devices_than_there_are(script, tmp_path, capsys):
-    """Eight devices where JAX sees four: wrong usage, and no run folder is left behind."""
-    args = quick_args(
-        script, num_devices=8, num_envs=16, runs_dir=str(tmp_path / "runs"), videos_dir=str(tmp_path / "videos")
+    assert name in refusal(
+        script.UsageError, script.check_args, quick_args(script, **{flag: value})
     )
-    code, error = failure(script, args, capsys)
-    assert code == 2 and "--num-devices" in error
-    assert not list(tmp_path.rglob("*__*"))
+    words = words_of(**QUICK[script.__name__] | {flag: value})
+    assert name in refusal(script.UsageError, script.parse_args, words)
+    assert name in refusal(script.UsageError, script.main, words)
 
 
-def test_track_without_wandb(script, tmp_path, monkeypatch, capsys):
+@pytest.mark.quick
+@pytest.mark.parametrize("words", [["--num-envs", "many"], ["--no-such-flag"], ["--seed=1.5"]])
+def test_words_that_are_no_flags(script, words, capsys):
+    """Wrong usage as tyro reports it: exit status 2, no traceback."""
+    with pytest.raises(SystemExit) as exit:
+        script.main(words)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and words[0].partition("=")[0] in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.quick
+def test_help_names_every_flag(script, capsys):
+    """And exits with status 0."""
+    with pytest.raises(SystemExit) as exit:
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert exit.value.code == 0
+    for field in dataclasses.fields(script.Args):
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+@pytest.mark.quick
+def test_notations_of_counts(script):
+    """Whole numbers in decimal notation, exactly."""
+    notations = {"1e6": 10**6, "25e5": 2500000, "2.5e6": 2500000, "500000": 500000}
+    notations |= {"500_000": 500000, str(2**53 - 1): 2**53 - 1, "2.5e7": 25000000}
+    for text, expected in notations.items():
+        args = script.parse_args(["--total-timesteps", text])
+        assert args.total_timesteps == expected and type(args.total_timesteps) is int
+    small = words_of(**QUICK[script.__name__] | {"total_timesteps": "2.5e3"})
+    assert script.parse_args(small).total_timesteps == 2500
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["1.5", "nan", "inf", "many", "1e-1", ""])
+def test_counts_that_are_not_whole(script, text, capsys):
+    """Exit status 2 with the flag's name."""
+    with pytest.raises(SystemExit) as exit:
+        script.parse_args([f"--total-timesteps={text}"])
+    assert exit.value.code == 2 and "--total-timesteps" in capsys.readouterr().err
+
+
+@having("make_mesh", lacking="make_pool")
+@pytest.mark.quick
+def test_more_devices_than_there_are(script, tmp_path):
+    """Eight devices where JAX sees four: wrong usage, and no run folder is left behind."""
+    words = quick_words(script, tmp_path, num_devices=8, num_envs=16)
+    assert "--num-devices" in refusal(script.UsageError, script.main, words)
+    assert not list(tmp_path.iterdir())
+
+
+@having("make_mesh", lacking="make_pool")
+def test_devices_that_do_not_divide_a_minibatch(script, tmp_path):
+    """Ten samples on four devices: refused with a flag's name, or trained."""
+    sizes = dict(num_envs=4, num_steps=5, num_minibatches=2, total_timesteps=40)
+    try:
+        run_main(script, tmp_path, num_devices=4, **sizes)
+    except script.UsageError as error:
+        assert "--num-" in str(error)
+
+
+@pytest.mark.quick
+def test_track_without_wandb(script, tmp_path, monkeypatch):
     """Wrong usage, with the command that installs it, and no run folder is left behind."""
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    args = quick_args(script, track=True, runs_dir=str(tmp_path / "runs"), videos_dir=str(tmp_path / "videos"))
-    code, error = failure(script, args, capsys)
-    assert code == 2 and "--track" in error and "pip install wandb" in error
-    assert not list(tmp_path.rglob("*__*"))
+    find_spec = script.importlib.util.find_spec
+
+    def without_wandb(name, *others):
+        return None if name == "wandb" else find_spec(name, *others)
+
+    monkeypatch.setattr(script.importlib.util, "find_spec", without_wandb)
+    message = refusal(script.UsageError, script.main, quick_words(script, tmp_path, track=True))
+    assert "--track" in message and "pip install wandb" in message
+    assert not list(tmp_path.iterdir())
 
 
-def test_unwritable_runs_folder(script, tmp_path, capsys):
-    """The folder's parent is a file, which stops root too."""
+@pytest.mark.parametrize("folder", ["runs_dir", "videos_dir"])
+def test_unwritable_folder(script, folder, tmp_path):
+    """Its parent is a file, which stops root too."""
     (tmp_path / "file").touch()
-    args = quick_args(script, runs_dir=str(tmp_path / "file" / "runs"), videos_dir=str(tmp_path / "videos"))
-    assert failure(script, args, capsys)[0] == 1
+    words = quick_words(script, tmp_path, **{folder: tmp_path / "file" / "folder"})
+    assert "file" in refusal(script.RunError, script.main, words)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.quick
+def test_folders_of_runs_that_start_in_one_second(script, tmp_path, monkeypatch):
+    """Each has folders of its own, also where the first run's have been filled."""
+    monkeypatch.setattr(time, "time", lambda: 1234567890.5)
+    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
+    args = quick_args(script, **folders)
+    pairs = [script.create_run_folders(args) for _ in range(3)]
+    assert len({run for run, _ in pairs}) == len({video for _, video in pairs}) == 3
+    for run_dir, video_dir in pairs:
+        assert run_dir.name.startswith(
+            f"{args.env_id}__{args.exp_name}__1__1234567890".split("/")[-1]
+        )
+        assert run_dir.name == video_dir.name and run_dir.is_dir() and video_dir.is_dir()
+
+
+def test_exit_statuses(script, tmp_path):
+    """Of processes: 2 and one line for wrong usage, 1 and one line for files."""
+    cases = [
+        ({"num_minibatches": 7}, 2, "--num-minibatches"),
+        ({"resume": "missing"}, 1, "missing"),
+    ]
+    processes = [start(script, tmp_path, **options) for options, _, _ in cases]
+    for process, (_, code, text) in zip(processes, cases, strict=True):
+        _, stderr = process.communicate()
+        (line,) = stderr.splitlines()
+        assert process.returncode == code and line.startswith("error: ") and text in line
+    assert not (tmp_path / "runs").exists()
+
+
+@having("train")  # Atari's environments are not of this file
+def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch):
+    """An environment whose `step` raises OSError, as damaged files do: not mistaken for one."""
+
+    def step(self, key, state, action):
+        raise OSError("of my own")
+
+    monkeypatch.setattr(type(script.make_env(quick_args(script))), "step", step)
+    with pytest.raises(OSError, match="of my own") as info:
+        script.main(quick_words(script, tmp_path))
+    assert "step" in [entry.name for entry in info.traceback]
+    assert not list(tmp_path.iterdir())
+
+
+def test_traceback_of_a_process(script, tmp_path):
+    """The same in a process of its own: the traceback is printed, exit status 1."""
+    code = f"""import runpy, sys, pathlib
+text = pathlib.Path("{script.__name__}.py").read_text()
+changed = text.replace("def make_env(args):\\n", "def make_env(args):\\n    open('no/file')\\n")
+assert changed != text
+pathlib.Path("mine.py").write_text(changed)
+runpy.run_path("mine.py", run_name="__main__")"""
+    process = start(script, tmp_path, code=code, **QUICK[script.__name__])
+    _, stderr = process.communicate()
+    assert process.returncode == 1
+    assert "Traceback" in stderr and "in make_env" in stderr and "FileNotFoundError" in stderr
+
+
+# --------------------------------------------------------------------------------------------------
 # Output
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_summary_and_events_are_complete(script, finished_run):
-    """A run of the script alone in an empty folder leaves a complete summary, events and a video."""
+    """A run of the script alone in an empty folder leaves a summary, events and a video."""
     summary = json.loads((finished_run / "summary.json").read_text())
     assert SUMMARY_KEYS <= set(summary)
     assert (summary["script"], summary["status"]) == (script.__name__, "finished")
     assert summary["total_timesteps"] == QUICK[script.__name__]["total_timesteps"]
-    assert list((finished_run.parents[1] / "videos" / finished_run.name).iterdir())
+    assert summary["args"] == json.loads((finished_run / "args.json").read_text())
+    assert len(list((finished_run.parents[1] / "videos" / finished_run.name).iterdir())) == 1
     assert re.fullmatch(rf".+__{script.__name__}__1__\d+", finished_run.name)
     logged = scalars(finished_run)
     assert TAGS <= set(logged)
     assert all(np.isfinite(value) for events in logged.values() for _, value in events)
-    steps = [step for step, _ in logged["losses/policy_loss"]]
-    assert steps == sorted(set(steps)) and steps[-1] == summary["total_timesteps"]
-    assert summary["sps"] == pytest.approx(summary["total_timesteps"] / summary["train_seconds"])
+    expected = pytest.approx(summary["total_timesteps"] / summary["train_seconds"])
+    assert summary["sps"] == expected
     assert summary["compile_seconds"] + summary["train_seconds"] < summary["wall_seconds"]
-    assert [path.stem for path in sorted(finished_run.glob("checkpoints/*"))] == ["000000010", "000000015", "000000020"]
+    checkpoints = [path.stem for path in sorted(finished_run.glob("checkpoints/*"))]
+    assert checkpoints == ["000000010", "000000015", "000000020"]
+
+
+def test_every_update_is_logged(script, finished_run):
+    """Not only the last of a chunk: the steps are those of consecutive updates."""
+    args, logged = script.load_args(finished_run), scalars(finished_run)
+    every = [args.batch_size * update for update in range(1, args.num_updates + 1)]
+    assert args.log_interval > 1
+    for tag in TAGS - {"charts/SPS", "eval/episodic_return"}:
+        steps = [step for step, _ in logged[tag]]
+        first = every.index(steps[0])  # nothing is logged before an episode ends
+        assert steps == every[first:] and (first == 0 or tag.startswith("charts/episodic"))
+    assert [step for step, _ in logged["eval/episodic_return"]] == every[-1:]
 
 
 def test_logged_values_belong_to_their_steps(script, finished_run):
-    """The annealed learning rate of each logged update; the last return is that of the last checkpoint's episodes."""
+    """The annealed learning rate of each update, the last return: that of the last checkpoint."""
     args, logged = script.load_args(finished_run), scalars(finished_run)
     for step, rate in logged["charts/learning_rate"]:
         done = step / args.batch_size - 1  # updates before the logged one
-        assert rate == pytest.approx(args.learning_rate * (1 - done / args.num_updates * args.anneal_lr), rel=1e-5)
+        left = 1 - done / args.num_updates * args.anneal_lr
+        assert rate == pytest.approx(args.learning_rate * left, rel=1e-5)
     with np.load(newest_checkpoint(finished_run)) as file:
-        assert logged["charts/episodic_return"][-1][1] == pytest.approx(np.nanmean(file["episodes/last_ret"]), rel=1e-5)
+        expected = pytest.approx(np.nanmean(file["stats/last_return"]), rel=1e-5)
+    assert logged["charts/episodic_return"][-1][1] == expected
+
+
+@having("train")
+def test_logged_metrics_are_those_of_training(script, finished_run):
+    """Against the same updates one at a time, in this process, where rounding has not grown yet."""
+    args, logged = script.load_args(finished_run), scalars(finished_run)
+    key, train_step = jax.random.key(args.seed), script.make_train_step(args)
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, key)
+    for update in range(3):
+        state, metrics = train_step(state)
+        for tag, value in metrics.items():
+            written = dict(logged[tag]).get(args.batch_size * (update + 1), np.nan)
+            np.testing.assert_allclose(written, value, rtol=1e-3, atol=1e-5, err_msg=tag)
+
+
+@once("Logger")
+def test_hyperparameters_are_logged_as_text(script, finished_run):
+    """A Markdown table of every flag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished_run)).Reload()
+    (tag,) = [tag for tag in events.Tags()["tensors"] if "hyperparameters" in tag]
+    table = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+    for field in dataclasses.fields(script.Args):
+        assert f"|{field.name}|" in table
+
+
+@having("Max", "init_mlp")
+def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
+    """`Max(...)` added to `ppo_loss`: each update's value is the greatest of its minibatches."""
+    original, seen = script.ppo_loss, []
+
+    def ppo_loss(args, params, batch):
+        loss, metrics = original(args, params, batch)
+        dist, _ = script.forward(args, params, batch.obs)
+        ratio = jnp.exp(dist.log_prob(batch.action) - batch.log_prob)
+        jax.debug.callback(lambda ratio: seen.append(float(ratio.max())), ratio)
+        return loss, metrics | {"losses/ratio_max": script.Max(ratio.max())}
+
+    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    args = quick_args(script)
+    run_dir = run_main(script, tmp_path, total_timesteps=4 * args.batch_size)
+    jax.effects_barrier()
+    expected = np.reshape(seen, (4, args.update_epochs * args.num_minibatches)).max(1)
+    steps, values = zip(*scalars(run_dir)["losses/ratio_max"], strict=True)
+    assert steps == tuple(args.batch_size * update for update in (1, 2, 3, 4))
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert len(set(expected)) == 4 and expected.min() > 1
+
+
+@having("train")
+def test_evaluations_during_training(script, tmp_path, capsys):
+    """`--eval-interval 5`: logged as a checkpoint's own evaluation says, without more videos."""
+    run_dir = run_main(script, tmp_path, eval_interval=5)
+    args, logged = script.load_args(run_dir), scalars(run_dir)["eval/episodic_return"]
+    assert [step for step, _ in logged] == [args.batch_size * n for n in (5, 10, 15, 20)]
+    (video,) = (tmp_path / "videos" / run_dir.name).iterdir()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"run: {run_dir}" in lines and f"video: {video}" in lines
+    newest_checkpoint(run_dir).unlink()  # that of update 20
+    script.main(words_of(eval=run_dir, videos_dir=tmp_path / "others"))
+    evaluation = json.loads((run_dir / "eval.json").read_text())
+    assert logged[2][1] == pytest.approx(evaluation["eval_return_mean"], rel=1e-5)
+
+
+@having("train")
+def test_videos_during_training(script, tmp_path):
+    """`--capture-video --video-interval 8`: after updates 8, 16 and the last one, 20."""
+    run_dir = run_main(script, tmp_path, capture_video=True, video_interval=8)
+    videos = {path.stem for path in (tmp_path / "videos" / run_dir.name).iterdir()}
+    batch_size = quick_args(script).batch_size
+    assert videos == {f"step_{batch_size * update}" for update in (8, 16, 20)}
+    args = script.load_args(run_dir)
+    logged = scalars(run_dir)["losses/policy_loss"]
+    assert [step for step, _ in logged] == [args.batch_size * n for n in range(1, 21)]
+
+
+@having("train")
+def test_error_while_drawing_costs_no_result(script, tmp_path, monkeypatch):
+    """`render` raises: with its traceback, and the finished summary is there already."""
+
+    def render(self, *args, **options):
+        raise ZeroDivisionError("of my own")
+
+    monkeypatch.setattr(type(script.make_env(quick_args(script))), "render", render)
+    with pytest.raises(ZeroDivisionError, match="of my own"):
+        run_main(script, tmp_path)
+    run_dir = run_of(tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished" and SUMMARY_KEYS <= set(summary)
+    assert "eval/episodic_return" in scalars(run_dir)
+
+
+@having("train")
+def test_environment_without_render(script, tmp_path, monkeypatch, capsys):
+    """Has no video; everything else is there, also with `--capture-video` and `--eval`."""
+    monkeypatch.delattr(type(script.make_env(quick_args(script))), "render")
+    run_dir = run_main(script, tmp_path, capture_video=True, video_interval=8)
+    script.main(words_of(eval=run_dir, videos_dir=tmp_path / "videos"))
+    assert "video" not in capsys.readouterr().out.replace("videos", "")
+    assert not [path for path in (tmp_path / "videos").rglob("*") if path.is_file()]
+    assert (run_dir / "eval.json").is_file() and (run_dir / "summary.json").is_file()
 
 
 @once("Logger")
 def test_folder_of_several_seeds(script, tmp_path):
-    """A TensorBoard run and a value of every result for each seed, and an interval of their mean."""
-    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
+    """A TensorBoard run and values of every result for each seed; an interval of their mean."""
     steps = 2 * quick_args(script).batch_size
-    script.main(quick_args(script, num_seeds=2, seed=5, total_timesteps=steps, **folders))
-    (run_dir,) = tmp_path.glob("runs/*")
-    logged = [scalars(run_dir / f"seed_{seed}")["eval/episodic_return"][-1][1] for seed in (5, 6)]
+    run_dir = run_main(script, tmp_path, num_seeds=2, seed=5, total_timesteps=steps)
+    folders = [run_dir / f"seed_{seed}" for seed in (5, 6)]
+    logged = [scalars(folder)["eval/episodic_return"][-1][1] for folder in folders]
     summary = json.loads((run_dir / "summary.json").read_text())
     returns = summary["per_seed"]["eval_return_mean"]
     assert returns == pytest.approx(logged, rel=1e-5)
@@ -153,17 +414,129 @@ def test_folder_of_several_seeds(script, tmp_path):
     assert summary["eval_return_ci95"] == [min(returns), max(returns)]  # of two values
 
 
+@once("bootstrap_interval")
+@pytest.mark.quick
+def test_bootstrap_interval_equals_scipy(script):
+    """The percentile interval of the mean."""
+    import scipy.stats
+
+    values = np.random.default_rng(1).normal(size=12)
+    expected = scipy.stats.bootstrap(
+        [values], np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(2)
+    ).confidence_interval
+    np.testing.assert_allclose(script.bootstrap_interval(values), expected, atol=0.03)
+    assert script.bootstrap_interval(values[:1]) is None
+
+
+@once("write_json")
+@pytest.mark.quick
+def test_numbers_that_are_not_finite_become_null(script, tmp_path):
+    """What other programs read is JSON as its standard has it."""
+    path = tmp_path / "summary.json"
+    content = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": np.float64("-inf"), "e": 2}}
+    script.write_json(path, content)
+
+    def forbidden(name):
+        raise AssertionError(name)
+
+    read = json.loads(path.read_text(), parse_constant=forbidden)
+    assert read == {"a": None, "b": [1.5, None], "c": {"d": None, "e": 2}}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@once("use_compilation_cache")
+def test_second_start_loads_programs(script, tmp_path):
+    """The cache lies in the user's cache folder; a second run adds no program to it.
+
+    Nor does a folder that cannot be written stop a run.
+    """
+    cache, blocked = tmp_path / "cache", tmp_path / "file"
+    blocked.touch()
+    options = QUICK[script.__name__]
+
+    def run(home):
+        env = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": None}
+        process = start(script, tmp_path / "work", env=env, **options)
+        stdout, stderr = process.communicate()
+        assert process.returncode == 0 and not stderr, stdout + stderr
+
+    def programs():
+        return {name for name in contents(cache) if "train_chunk" in name and "atime" not in name}
+
+    run(cache)
+    first = programs()
+    assert len(first) == 1
+    run(cache)
+    assert programs() == first
+    run(blocked)
+
+
+# --------------------------------------------------------------------------------------------------
+# A renamed copy
+# --------------------------------------------------------------------------------------------------
+
+
+@having("load_run", "train")
+def test_renamed_copy(script, finished_run, run_copy, tmp_path):
+    """It logs under its own name, and loads, evaluates and resumes runs of the original."""
+    mine = edited_copy(script, tmp_path / "my_experiment.py")
+    assert mine.SCRIPT == "my_experiment" and mine.Args().exp_name == "my_experiment"
+    run_dir = run_main(mine_as(mine, script), tmp_path / "mine")
+    assert "__my_experiment__" in run_dir.name
+    assert json.loads((run_dir / "summary.json").read_text())["script"] == "my_experiment"
+
+    args, state = mine.load_run(finished_run)
+    expected_args, expected = script.load_run(finished_run)
+    assert vars(args) == vars(expected_args)
+    ours, expected = mine.flatten_state(state), script.flatten_state(expected)
+    assert ours.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(ours[name], expected[name])
+    mine.main(words_of(eval=run_copy, videos_dir=tmp_path / "videos"))
+    summary = json.loads((run_copy / "summary.json").read_text())
+    evaluation = json.loads((run_copy / "eval.json").read_text())
+    assert evaluation == {key: summary[key] for key in evaluation}
+
+
+def mine_as(mine, script):
+    """The copy under the name that QUICK knows."""
+    mine.__name__ = script.__name__
+    return mine
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation of a saved run
+# --------------------------------------------------------------------------------------------------
+
+
 @having("load_run")
 def test_eval_repeats_the_evaluation(script, run_copy, tmp_path):
-    """`--eval` of the same run gives the summary's evaluation and changes nothing else in the run's folder."""
+    """`--eval` gives the summary's evaluation and changes nothing else in the run's folder."""
     before = contents(run_copy)
-    episodes = QUICK[script.__name__]["eval_episodes"]
-    script.main(script.Args(eval=str(run_copy), eval_episodes=episodes, videos_dir=str(tmp_path / "videos")))
+    script.main(words_of(eval=run_copy, videos_dir=tmp_path / "videos"))
     after = contents(run_copy)
     evaluation, summary = json.loads(after.pop("eval.json")), json.loads(after["summary.json"])
     assert after == before
     assert {"eval_return_mean", "eval_episodes"} <= set(evaluation)
     assert evaluation == {key: summary[key] for key in evaluation}
+    assert len(list((tmp_path / "videos" / run_copy.name).iterdir())) == 1
+
+
+@having("load_run")
+def test_eval_takes_episodes_and_folder_alone(script, run_copy, tmp_path):
+    """Flags that an evaluation would ignore are refused, whatever the script's defaults are."""
+    before = contents(run_copy)
+    refused = [("seed", 5), ("num_seeds", 2), ("log_interval", 10), ("learning_rate", 0.5)]
+    refused += [("total_timesteps", 5000), ("runs_dir", "elsewhere"), ("capture_video", True)]
+    for flag, value in refused:
+        words = words_of(eval=run_copy, videos_dir=tmp_path / "videos", **{flag: value})
+        message = refusal(script.UsageError, script.main, words)
+        assert f"--{flag.replace('_', '-')}" in message
+    words = words_of(eval=run_copy, resume=run_copy)
+    assert "exclude" in refusal(script.UsageError, script.main, words)
+    assert contents(run_copy) == before
+    script.main(words_of(eval=run_copy, videos_dir=tmp_path / "videos", eval_episodes=7))
+    assert json.loads((run_copy / "eval.json").read_text())["eval_episodes"] == 7
 
 
 @having("load_run")
@@ -171,18 +544,18 @@ def test_interrupt_ends_an_evaluation(script, run_copy, tmp_path, monkeypatch):
     """Ctrl-C during `--eval`: Python's own exception, and nothing is written."""
     before = contents(run_copy)
     monkeypatch.setattr(script, "evaluate", lambda *args: signal.raise_signal(signal.SIGINT))
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            script.main(script.Args(eval=str(run_copy), videos_dir=str(tmp_path / "videos")))
+            script.main(words_of(eval=run_copy, videos_dir=tmp_path / "videos"))
     finally:
         signal.signal(signal.SIGINT, previous)
     assert contents(run_copy) == before
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Damaged and foreign files
+# --------------------------------------------------------------------------------------------------
 
 
 def truncated(path):
@@ -218,6 +591,14 @@ def raw_pickle(path):
     path.write_bytes(pickle.dumps(Bomb()))
 
 
+def other_dtype(path):
+    """One array in float64."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    name = max(arrays, key=lambda name: arrays[name].nbytes)
+    np.savez(path, **arrays | {name: arrays[name].astype(float)})
+
+
 class Bomb:
     """Ends the process when it is unpickled."""
 
@@ -225,28 +606,28 @@ class Bomb:
         return sys.exit, (99,)
 
 
+DAMAGES = [truncated, empty, text, foreign_archive, bare_array, pickle_payload, raw_pickle]
+
+
 @having("load_checkpoint")
-@pytest.mark.parametrize(
-    "damage",
-    [truncated, empty, text, foreign_archive, bare_array, pickle_payload, raw_pickle],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("damage", [*DAMAGES, other_dtype], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("use", ["resume", "eval"])
-def test_damaged_checkpoint(script, run_copy, damage, use, tmp_path, capsys):
-    """The newest checkpoint is damaged or foreign: exit code 1, one line that names the file."""
+def test_damaged_checkpoint(script, run_copy, damage, use, tmp_path):
+    """The newest checkpoint is damaged or foreign: a line that names it, nothing written."""
     path = newest_checkpoint(run_copy)
     damage(path)
-    args = script.Args(**{use: str(run_copy)}, videos_dir=str(tmp_path / "videos"))
-    code, error = failure(script, args, capsys)
-    assert code == 1 and path.name in error
+    before = contents(run_copy)
+    words = words_of(**{use: run_copy}, videos_dir=tmp_path / "videos")
+    assert path.name in refusal(script.RunError, script.main, words)
+    assert contents(run_copy) == before
 
 
 def middles_of_members(path):
-    """The positions in an uncompressed archive at which the data of its arrays have their middles."""
+    """Positions in an uncompressed archive at which the data of its arrays have their middles."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         middles = set()
         for member in archive.infolist():
-            file.seek(member.header_offset + 26)  # lengths of the name and of the extra field, then these two
+            file.seek(member.header_offset + 26)  # lengths of the name and of the extra field
             lengths = struct.unpack("<HH", file.read(4))
             middles.add(file.tell() + sum(lengths) + member.file_size // 2)
     return middles
@@ -254,110 +635,223 @@ def middles_of_members(path):
 
 @once("load_checkpoint")
 def test_flipped_bits_never_go_unnoticed(script, run_copy):
-    """One bit flipped in each array and all over the file: an error, or (in bytes without meaning) the same state."""
+    """One bit flipped in each array and all over the file: an error, or else the same state.
+
+    The same where the byte has no meaning.
+    """
     path = newest_checkpoint(run_copy)
     original = path.read_bytes()
     with np.load(path) as file:
         arrays = {name: file[name].tobytes() for name in file.files}
     args = script.load_args(run_copy)
-    template = script.init_train_state(args, script.seed_keys(args))
     middles = middles_of_members(path)
     everywhere = set(np.random.default_rng(0).integers(len(original), size=60))
     tail = set(range(len(original) - 100, len(original)))  # the archive's directory
+    errors = 0
     for position in sorted(middles | everywhere | tail):
         damaged = bytearray(original)
         damaged[position] ^= 1
         path.write_bytes(damaged)
         try:
-            state = script.load_checkpoint(run_copy, template)
+            state = script.load_checkpoint(args, run_copy)
         except script.RunError:
+            errors += 1
             continue
         assert position not in middles
-        loaded = {name: np.asarray(x).tobytes() for name, x in script.flatten_state(state).items()}
-        assert loaded == {name: arrays[name] for name in loaded}, position
+        state = script.flatten_state(state)
+        assert {name: np.asarray(x).tobytes() for name, x in state.items()} == arrays, position
+    assert errors >= len(middles)
 
 
 @having("load_run")
-def test_checkpoint_of_other_shapes(script, run_copy, tmp_path, capsys):
+def test_checkpoint_of_other_shapes(script, run_copy, tmp_path):
     """args.json says twice as many environments as the checkpoint has."""
-    saved = json.loads((run_copy / "args.json").read_text())
-    (run_copy / "args.json").write_text(json.dumps(saved | {"num_envs": 2 * saved["num_envs"]}))
-    code, error = failure(script, script.Args(resume=str(run_copy), videos_dir=str(tmp_path)), capsys)
-    assert code == 1 and "does not fit" in error
+    edit_saved_args(run_copy, num_envs=2 * QUICK[script.__name__]["num_envs"])
+    words = words_of(resume=run_copy, videos_dir=tmp_path)
+    assert "does not fit" in refusal(script.RunError, script.main, words)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("use", ["resume", "eval"])
-def test_folder_that_is_no_run(script, use, tmp_path, capsys):
-    """Exit code 1 and nothing written, for a missing folder, an empty one and one with a broken args.json."""
-    for name, saved in [("missing", None), ("empty", None), ("broken", '{"seed": '), ("list", "[]"), ("bytes", "\0")]:
+def test_folder_that_is_no_run(script, use, tmp_path):
+    """One line and nothing written: a folder is missing, empty, or its args.json broken."""
+    broken = {"broken": '{"seed": ', "list": "[]", "bytes": "\0", "unknown": '{"nothing": 1}'}
+    for name in ["missing", "empty", *broken]:
         folder = tmp_path / name
         if name != "missing":
             folder.mkdir()
-        if saved:
-            (folder / "args.json").write_text(saved)
+        if name in broken:
+            (folder / "args.json").write_text(broken[name])
         before = contents(tmp_path)
-        args = script.Args(**{use: str(folder)}, videos_dir=str(tmp_path / "videos"))
-        code, error = failure(script, args, capsys)
-        assert code == 1 and str(folder) in error
+        words = words_of(**{use: folder}, videos_dir=tmp_path / "videos")
+        assert str(folder) in refusal(script.RunError, script.main, words)
         assert contents(tmp_path) == before
 
 
+@pytest.mark.quick
+def test_run_without_checkpoint(script, tmp_path):
+    """Stopped before its first one."""
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(quick_args(script))))
+    message = refusal(script.RunError, script.main, words_of(resume=tmp_path))
+    assert "no checkpoint" in message
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
-    "changed", [{"num_steps": "8"}, {"num_steps": 8.0}, {"anneal_lr": 1}, {"exp_name": None}, {"runs_dir": 5}]
+    "changed",
+    [
+        {"num_steps": "8"},
+        {"num_steps": 8.0},
+        {"num_steps": [8]},
+        {"num_steps": None},
+        {"anneal_lr": 1},
+        {"exp_name": None},
+        {"runs_dir": 5},
+        {"gamma": 5.0},
+        {"no_such_flag": 1},
+    ],
 )
-def test_values_of_the_wrong_type(script, changed, run_copy):
-    """Refused from Python and in a saved args.json."""
-    with pytest.raises(script.UsageError, match="wrong type"):
-        quick_args(script, **changed)
-    saved = json.loads((run_copy / "args.json").read_text())
-    (run_copy / "args.json").write_text(json.dumps(saved | changed))
-    with pytest.raises(script.RunError, match="wrong type"):
-        script.load_args(run_copy)
+def test_saved_values_that_cannot_be(script, changed, tmp_path):
+    """Of the wrong type, out of range, unknown: refused in a saved args.json."""
+    saved = dataclasses.asdict(quick_args(script))
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    assert script.load_args(tmp_path) == quick_args(script)
+    (tmp_path / "args.json").write_text(json.dumps(saved | changed))
+    assert str(tmp_path) in refusal(script.RunError, script.load_args, tmp_path)
 
 
-def test_whole_numbers_are_fine_where_fractions_are(script, run_copy):
-    """JSON, like Python, tells 1 from 1.0; a run of `Args(vf_coef=1)` can be loaded."""
-    saved = json.loads((run_copy / "args.json").read_text())
-    (run_copy / "args.json").write_text(json.dumps(saved | {"vf_coef": 1}))
-    assert script.load_args(run_copy).vf_coef == 1
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize(
-    "flag, value", [("learning_rate", 0.5), ("num_envs", 16), ("seed", 7), ("gamma", 0.5), ("total_timesteps", 10**6)]
+    "options",
+    [
+        {"vf_coef": 1},  # JSON, like Python, tells 1 from 1.0
+        {"target_kl": 0.05, "track": True, "anneal_lr": False},
+        {"runs_dir": "a folder/with = and 'quotes'", "videos_dir": "--odd"},
+        {"wandb_project": "None", "resume": "5"},
+        {"wandb_project": "", "runs_dir": "True"},
+        {"learning_rate": 1e-30, "total_timesteps": 10**15},
+    ],
 )
-def test_resume_with_another_flag(script, run_copy, flag, value, tmp_path, capsys):
-    """A flag that is part of the run must not change: wrong usage."""
-    args = script.Args(resume=str(run_copy), videos_dir=str(tmp_path / "videos"), **{flag: value})
-    code, error = failure(script, args, capsys)
-    assert code == 2 and f"--{flag.replace('_', '-')}" in error
+def test_every_value_survives_saving(script, options, tmp_path):
+    """`args.json` gives back what was saved."""
+    args = quick_args(script, **options)
+    script.write_json(tmp_path / "args.json", vars(args))
+    assert script.load_args(tmp_path) == args
 
 
-def test_flags_that_resume_may_change(script):
-    """They and no others change; they are checked with the run's own flags, not with the defaults."""
-    saved = quick_args(script, num_envs=3, num_steps=10, num_minibatches=1, total_timesteps=300, anneal_lr=False)
-    given = dict(total_timesteps=90, eval_episodes=7, log_interval=3, videos_dir="elsewhere", track=True)
+# --------------------------------------------------------------------------------------------------
+# Resume
+# --------------------------------------------------------------------------------------------------
+
+
+@having("load_run", "train")
+def test_resuming_a_finished_run_changes_nothing(script, run_copy, tmp_path, capsys):
+    """It says so and leaves every file byte for byte."""
+    before = contents(run_copy)
+    script.main(words_of(resume=run_copy, videos_dir=tmp_path / "videos"))
+    out = capsys.readouterr().out
+    assert "finished" in out and f"--eval {run_copy}" in out
+    assert contents(run_copy) == before and not (tmp_path / "videos").exists()
+
+
+@having("load_run", "train")
+def test_resuming_a_run_that_lacks_only_its_summary(script, run_copy, tmp_path):
+    """Killed after its last checkpoint: it gets the evaluation it would have had."""
+    expected = json.loads((run_copy / "summary.json").read_text())
+    (run_copy / "summary.json").unlink()
+    script.main(words_of(resume=run_copy, videos_dir=tmp_path / "videos"))
+    summary = json.loads((run_copy / "summary.json").read_text())
+    assert summary["per_seed"] == expected["per_seed"] and summary["status"] == "finished"
+    assert summary["total_timesteps"] == expected["total_timesteps"]
+
+
+@pytest.mark.quick
+def test_defaults_of_a_resumed_run_are_its_own(script, tmp_path):
+    """A flag given now counts even where it equals the script's default."""
+    default = script.Args()
+    saved = quick_args(script, num_envs=4, num_steps=10, num_minibatches=1, anneal_lr=False)
+    saved = dataclasses.replace(saved, total_timesteps=400, learning_rate=0.5)
+    assert default.log_interval != saved.log_interval and default.learning_rate != 0.5
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(saved)))
+
+    def resumed(**options):
+        return script.parse_args(words_of(resume=tmp_path, **options))
+
+    expected = dataclasses.replace(saved, resume=str(tmp_path))
+    assert resumed() == expected
+    again = dataclasses.replace(expected, log_interval=default.log_interval)
+    assert resumed(log_interval=default.log_interval) == again
+    assert resumed(learning_rate=0.5) == expected  # the run's own value
+    words = dict(learning_rate=default.learning_rate)
+    assert "--learning-rate" in refusal(script.UsageError, resumed, **words)
+
+
+@pytest.mark.quick
+def test_flags_that_resume_may_change(script, tmp_path):
+    """They and no others; they are checked with the run's own flags, not with the defaults."""
+    options = dict(num_envs=3, num_steps=10, num_minibatches=1, total_timesteps=300)
+    saved = quick_args(script, anneal_lr=False, **options)
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(saved)))
+
+    def resumed(**options):
+        return script.parse_args(words_of(resume=tmp_path, **options))
+
+    given = dict(total_timesteps=90, eval_episodes=7, log_interval=3, videos_dir="elsewhere")
+    given |= dict(track=True, eval_interval=4, checkpoint_interval=9, capture_video=True)
+    given |= dict(video_interval=6, runs_dir="others", wandb_project="mine")
     if not hasattr(script, "make_pool"):
         given |= {"num_devices": 3}
-    merged = script.merge_args(script.Args(resume="run", **given), saved)
-    assert merged == dataclasses.replace(saved, **given)
-    with pytest.raises(script.UsageError, match="--total-timesteps"):
-        script.merge_args(script.Args(resume="run", total_timesteps=20), saved)
+    assert resumed(**given) == dataclasses.replace(saved, resume=str(tmp_path), **given)
+    assert "--total-timesteps" in refusal(script.UsageError, resumed, total_timesteps=20)
+    changed = dict(learning_rate=0.5, num_envs=16, seed=7, gamma=0.5, num_seeds=2, num_steps=5)
+    changed |= dict(exp_name="other", anneal_lr=True, norm_adv=not saved.norm_adv, target_kl=1.0)
+    for flag, value in changed.items():
+        message = refusal(script.UsageError, resumed, **{flag: value})
+        name = f"--{flag.replace('_', '-')}"
+        assert name in message or name.replace("--", "--no-") in message
+
+    annealed = dataclasses.replace(saved, anneal_lr=True)
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(annealed)))
+    assert "--total-timesteps" in refusal(script.UsageError, resumed, total_timesteps=90)
+
+
+@having("load_run", "train")
+def test_longer_run_equals_resumed_run(script, tmp_path):
+    """10 updates, resumed to 20, with another log interval: the run of 20 updates, bit for bit."""
+    batch_size = quick_args(script).batch_size
+    long = run_main(script, tmp_path / "long", anneal_lr=False)
+    short = run_main(script, tmp_path / "short", anneal_lr=False, total_timesteps=10 * batch_size)
+    steps = 20 * batch_size
+    script.main(words_of(resume=short, total_timesteps=steps, log_interval=3))
+    shutil.rmtree(short / "seed_1", ignore_errors=True)
+    with np.load(newest_checkpoint(short)) as ours, np.load(newest_checkpoint(long)) as expected:
+        assert ours.files == expected.files
+        for name in expected.files:
+            assert ours[name].tobytes() == expected[name].tobytes(), name
+    logged, expected = scalars(short), scalars(long)
+    for tag in expected.keys() - {"charts/SPS", "eval/episodic_return"}:
+        assert logged[tag] == expected[tag]
+    summary = json.loads((short / "summary.json").read_text())
+    assert summary["total_timesteps"] == summary["args"]["total_timesteps"] == steps
 
 
 @once("seed_keys")
+@pytest.mark.quick
 def test_all_seeds_have_keys(script):
-    """Up to the largest that `Args` takes, and each seed's key is that of JAX."""
+    """Up to the largest that is allowed, and each seed's key is that of JAX."""
     keys = script.seed_keys(quick_args(script, seed=2**32 - 2, num_seeds=2))
     expected = [jax.random.key(np.uint32(seed)) for seed in (2**32 - 2, 2**32 - 1)]
-    np.testing.assert_array_equal(jax.random.key_data(keys), [jax.random.key_data(key) for key in expected])
+    data = [jax.random.key_data(key) for key in expected]
+    np.testing.assert_array_equal(jax.random.key_data(keys), data)
 
 
-def test_losses_that_are_not_finite(script, run_copy, tmp_path, capsys):
-    """Resumed with an absurd learning rate: exit code 1, one line; the good checkpoints stay."""
-    saved = json.loads((run_copy / "args.json").read_text())
-    changes = {"learning_rate": 1e30, "total_timesteps": 4 * saved["total_timesteps"]}
-    (run_copy / "args.json").write_text(json.dumps(saved | changes))
+@having("load_run")
+def test_losses_that_are_not_finite(script, run_copy, tmp_path):
+    """Resumed with an absurd learning rate: one line; the good checkpoints stay."""
+    total_timesteps = 4 * QUICK[script.__name__]["total_timesteps"]
+    edit_saved_args(run_copy, learning_rate=1e30, total_timesteps=total_timesteps)
     before = contents(run_copy / "checkpoints")
-    code, error = failure(script, script.Args(resume=str(run_copy), videos_dir=str(tmp_path)), capsys)
-    assert code == 1 and "not finite" in error
+    words = words_of(resume=run_copy, videos_dir=tmp_path)
+    message = refusal(script.RunError, script.main, words)
+    assert "not finite" in message and "seed 1 " in message
     assert contents(run_copy / "checkpoints") == before

@@ -1,116 +1,187 @@
-"""The scripts agree with each other: one anatomy, and one text for what has one name. They are parsed, not run."""
+"""The scripts agree with each other: one anatomy, one text for one name. They are parsed, not run.
+
+Only scripts of the new anatomy (`CONVERTED` in conftest.py) are compared.
+"""
 
 import ast
 import re
 import sys
 import tomllib
 
-from conftest import ROOT
+import pytest
+from conftest import CONVERTED, QUICK, ROOT, having
 
-NAMES = "ppo_cartpole_jax ppo_swingup_jax ppo_minigrid_rnn ppo_atari_envpool_xla_jax".split()
-# Functions and classes that have one name and several texts: which of the scripts NAMES have the same text, and why the
-# others differ. "AAB-" means one text in the first two, another one in the third, none in the fourth.
+pytestmark = pytest.mark.quick
+
+NAMES = [name for name in QUICK if name in CONVERTED]  # in the order of QUICK
+# Functions and classes that have one name and several texts: which of the four scripts of QUICK
+# have the same text, and why the others differ. "AAB-" means one text in the first two, another one
+# in the third, none in the fourth.
 DIFFERENT = {
     "Args": ("ABCD", "each script has its own environment and defaults"),
     "make_env": ("ABCD", "of that environment"),
-    "init_params": ("ABCD", "sizes of the networks and parameters of the action distribution"),
-    "policy": ("AB--", "logits or a Gaussian"),
-    "sample_noise": ("ABCC", "uniform or Gaussian"),
-    "sample_action": ("ABCC", "categorical or Gaussian, batch last or first"),
-    "greedy_action": ("ABCC", "categorical or Gaussian, batch last or first"),
-    "action_logprob": ("ABCC", "categorical or Gaussian, batch last or first"),
-    "entropy": ("ABCD", "categorical or Gaussian, batch last or first, means or masked ones"),
-    "Trajectory": ("AABC", "recurrence, steps of EnvPool that only reset"),
-    "Batch": ("AABC", "samples or whole sequences, masked steps"),
-    "rollout": ("AABC", "recurrence, a pool for all agents"),
-    "forward": ("--AB", "recurrence, how to convolve"),
-    "trajectory_values": ("AAB-", "recurrence"),
-    "ppo_loss": ("AABC", "recurrence, masked steps"),
-    "update_epochs": ("AABC", "minibatches of samples or of whole sequences, manual Adam or optax"),
-    "TrainState": ("AABC", "recurrence, optax, a pool of emulators outside of the state"),
-    "init_train_state": ("AABC", "recurrence, optax, a pool of emulators"),
+    "init_agent": ("ABCD", "networks and action distributions"),
+    "forward": ("ABCD", "networks and action distributions, recurrence"),
+    "Transition": ("ABCD", "distributions, recurrence, steps of EnvPool that only reset"),
+    "Batch": ("ABCD", "distributions, samples or whole sequences, masked steps"),
+    "rollout": ("AABC", "recurrence, a pool of emulators for all agents"),
+    "trajectory_values": ("AABC", "recurrence, successors that EnvPool hands out"),
+    "ppo_loss": ("ABCD", "metrics of a Gaussian, recurrence, masked steps"),
+    "loss_gradient": ("AA-B", "blocks for small networks, sums over processes"),
+    "update_epochs": ("AABC", "manual Adam or optax, samples or sequences, masked steps"),
+    "TrainState": ("ABCD", "the environment's state, recurrence, optax"),
+    "init_train_state": ("AABC", "recurrence, optax, games that begin later"),
     "update": ("ABCD", "scaled rewards, recurrence, a pool for all agents"),
-    "flatten_state": ("AABB", "arrays that are spread over processes"),
-    "shard_state": ("AABB", "one process or several"),
-    "make_train_step": ("AAAB", "a pool of emulators outside of the program"),
-    "make_train_chunk": ("AAAB", "a pool of emulators outside of the program"),
-    "evaluate": ("ABCD", "kinds of start and success, recurrence, a pool of emulators"),
-    "summarize_evaluation": ("ABCD", "success rates, modes and consecutive episodes"),
+    "make_train_step": ("AAAB", "a pool of emulators"),
+    "make_mesh": ("AABB", "one process or several"),
+    "spreads_agents": ("AAB-", "several processes share all agents"),
+    "place": ("AABB", "one process or several"),
+    "state_shardings": ("AABC", "recurrence, agents that are never spread"),
+    "make_train_chunk": ("AABC", "several processes, a pool of emulators"),
+    "Evaluation": ("ABCD", "kinds of start, success, emulators on the host"),
+    "evaluate": ("ABCD", "kinds of start, recurrence, emulators on the host"),
+    "make_evaluate": ("AAAB", "emulators on the host"),
+    "summarize_evaluation": ("ABCD", "success rates, modes and protocols"),
     "record_video": ("ABCD", "a GIF, three panels in an MP4, or a game played again in colour"),
+    "check_args": ("ABCD", "each script has flags of its own"),
+    "parse_args": ("AABC", "the list of environments, several processes"),
     "describe": ("ABCD", "success rates, modes of evaluation"),
-    "open_run": ("AABB", "the flags of its processes are not the run's"),
-    "evaluate_run": ("AABC", "modes of evaluation"),
-    "load_run": ("AAAB", "a pool of emulators outside of the program"),
-    "train": ("AAAB", "a pool of emulators outside of the program, games that start anew"),
-    "main": ("AABC", "the list of environments, several processes"),
+    "main": ("AABC", "several processes, a pool of emulators"),
 }
 BANNERS = [
-    "Arguments",
+    "Args",
     "Environment",
-    "Networks",
+    "Agent",
     "Optimizer",
     "PPO",
-    "Training step",
-    "Evaluation, video, checkpoints, logging",
+    "Training",
+    "Seeds and devices",
+    "Evaluation and video",
+    "Run folder",
     "Main",
 ]
 THIRD_PARTY = {"jax", "flax", "optax", "numpy", "tyro", "tensorboard", "imageio", "PIL", "envpool"}
 
 
 def source(name):
+    """The text of a script."""
     return (ROOT / f"{name}.py").read_text()
 
 
 def definitions(name):
-    """{name: whole lines} of the functions and classes at the top level of a script, decorators included."""
+    """{name: whole lines} of the functions and classes at the top level, decorators included."""
     lines, nodes = source(name).splitlines(), ast.parse(source(name)).body
-    named = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    first = lambda node: min(part.lineno for part in [node, *node.decorator_list])
-    return {node.name: "\n".join(lines[first(node) - 1 : node.end_lineno]) for node in named}
+    texts = {}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min(part.lineno for part in [node, *node.decorator_list])
+            texts[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return texts
+
+
+def letters(texts):
+    """Which of several texts are the same: "AB-A" for a first, a second, none, the first again."""
+    different = [text for text in dict.fromkeys(texts) if text is not None]
+    return "".join("-" if text is None else "ABCD"[different.index(text)] for text in texts)
+
+
+def restricted(pattern):
+    """A pattern of four scripts, of those that are compared."""
+    kept = [letter for letter, name in zip(pattern, QUICK, strict=True) if name in CONVERTED]
+    return letters([None if letter == "-" else letter for letter in kept])
+
+
+def test_patterns():
+    assert letters(["x", "y", None, "x"]) == "AB-A" and letters([None, "y"]) == "-A"
 
 
 def test_all_scripts_are_compared():
-    assert sorted(NAMES) == sorted(path.stem for path in ROOT.glob("ppo_*.py"))
+    """Each script has its row in QUICK."""
+    assert sorted(QUICK) == sorted(path.stem for path in ROOT.glob("ppo_*.py"))
+    assert set(CONVERTED) <= set(QUICK)
 
 
 def test_same_name_same_text():
-    """Functions and classes of one name are textually identical, unless listed with a reason, and just as listed."""
+    """Functions and classes of one name are textually identical, or listed with a reason."""
     scripts = [definitions(name) for name in NAMES]
     drifted = {}
     for name in {name for script in scripts for name in script}:
-        texts = list(dict.fromkeys(script[name] for script in scripts if name in script))
-        pattern = "".join("ABCD"[texts.index(script[name])] if name in script else "-" for script in scripts)
-        if pattern != DIFFERENT.get(name, [re.sub("[BCD]", "A", pattern)])[0]:
+        pattern = letters([script.get(name) for script in scripts])
+        expected = pattern.replace("B", "A").replace("C", "A").replace("D", "A")
+        if name in DIFFERENT:
+            expected = restricted(DIFFERENT[name][0])
+        if pattern != expected:
             drifted[name] = pattern
     assert not drifted, f"make them equal, or list them with a reason: {drifted}"
-    assert DIFFERENT.keys() <= {name for script in scripts for name in script}
+
+
+def test_listed_names_exist():
+    """No reason outlives what it was for."""
+    names = {name for script in NAMES for name in definitions(script)}
+    assert {
+        name for name, (pattern, _) in DIFFERENT.items() if restricted(pattern).strip("-")
+    } <= names
 
 
 def test_banner_sections(script):
-    """The same sections in the same order, between rules of 120 columns."""
-    rule = "# " + "=" * 118
-    assert re.findall(rf"^{rule}\n# (.+)\n{rule}$", source(script.__name__), re.MULTILINE) == BANNERS
+    """The same sections in the same order, between rules of 100 columns."""
+    rule = "# " + "=" * 98
+    found = re.findall(rf"^{rule}\n# (.+)\n{rule}$", source(script.__name__), re.MULTILINE)
+    assert [banner.partition(":")[0] for banner in found] == BANNERS
+
+
+@having("train")  # Atari's pool of emulators plays for all agents
+def test_reinforcement_learning_needs_no_services(script):
+    """Nothing above "Seeds and devices" refers to what is below it, but for two exceptions."""
+    tree = ast.parse(source(script.__name__))
+    named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    text = source(script.__name__)
+    border = text[: text.index("# Seeds and devices")].count("\n")
+    below = {node.name for node in named if node.lineno > border}
+    above = [node for node in named if node.lineno <= border]
+    assert {"train", "seed_keys"} & (below | {node.name for node in above}) and "main" in below
+    for node in above:
+        names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+        own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        used = {name.id for name in names} - own
+        assert not used & below - {"UsageError", "RunError"}, node.name
+
+
+def test_public_docstrings(script):
+    """Every function and class at the top level says what it is."""
+    tree = ast.parse(source(script.__name__))
+    missing = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node)
+    ]
+    assert not missing
 
 
 def test_imports(script):
-    """Only the standard library and the packages allowed; PEP 723 metadata names those it needs, bounded as in
-    requirements.txt."""
+    """Only the standard library and the packages allowed.
+
+    PEP 723 metadata names those the script needs, bounded as in requirements.txt.
+    """
     tree = ast.parse(source(script.__name__))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     everywhere = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert packages(top) <= THIRD_PARTY
     assert packages(everywhere) <= THIRD_PARTY | {"wandb"}
-    block = re.search(r"^# /// script\n(.*?)^# ///$", source(script.__name__), re.MULTILINE | re.DOTALL)[1]
+    block = r"^# /// script\n(.*?)^# ///$"
+    block = re.search(block, source(script.__name__), re.MULTILINE | re.DOTALL)[1]
     metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
-    declared = {re.match(r"[\w-]+", requirement)[0]: requirement for requirement in metadata["dependencies"]}
-    needed = {{"PIL": "pillow"}.get(package, package) for package in packages(everywhere) - {"wandb"}}
-    assert declared.keys() == needed
-    listed = re.findall(r"^[\w-].*?(?= *[#;]|$)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    declared = {re.match(r"[\w-]+", line)[0]: line for line in metadata["dependencies"]}
+    needed = packages(everywhere) - {"wandb"}
+    assert declared.keys() == {{"PIL": "pillow"}.get(package, package) for package in needed}
+    requirements = (ROOT / "requirements.txt").read_text()
+    listed = re.findall(r"^[\w-].*?(?= *[#;]|$)", requirements, re.MULTILINE)
     assert set(declared.values()) <= set(listed)  # the same bounds
 
 
 def packages(nodes):
     """The packages that import statements name, without the standard library."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
+    relative = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names |= {"." * node.level + (node.module or "") for node in relative}
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names

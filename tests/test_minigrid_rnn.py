@@ -1,41 +1,56 @@
-"""The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets, loss."""
+"""The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets, loss, gradients."""
 
+import dataclasses
 import functools
 import json
 import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_ppo import close, numpy_ppo_loss, scipy_distribution
+import scipy.special
+import scipy.stats
 
 import ppo_minigrid_rnn as script
 
-SMALL = dict(num_envs=16, num_steps=24, num_minibatches=2, rnn_hidden_dim=16, head_hidden_dim=16, action_emb_dim=4)
+SMALL = dict(
+    num_envs=16,
+    num_steps=24,
+    num_minibatches=2,
+    rnn_hidden_dim=16,
+    head_hidden_dim=16,
+    action_emb_dim=4,
+)
 
 
-def short_env(monkeypatch, env_id="MiniGrid-Empty-5x5-v0", max_steps=7):
+def short_env(monkeypatch, env_id="MiniGrid-Empty-5x5-v0", limit=7):
     """Makes an id's episodes so short that most are truncated."""
-    env = script.dataclasses.replace(script.ENVIRONMENTS[env_id], max_steps=max_steps)
+    env = dataclasses.replace(script.ENVIRONMENTS[env_id], max_episode_steps=limit)
     monkeypatch.setitem(script.ENVIRONMENTS, env_id, env)
     return env
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def forward(args, env, params, inputs, hidden):
-    return script.forward(args, env, params, inputs, hidden)
+@functools.partial(jax.jit, static_argnums=0)
+def forward(args, params, inputs, rnn_state):
+    return script.forward(args, params, inputs, rnn_state)
 
 
 def roll(args, key=0):
-    """An agent with weights that matter and two rollouts: (env, params, memory before, trajectory) of the second."""
+    """An agent with weights that matter and two rollouts.
+
+    Returns (env, params, agent's state before, trajectory) of the second.
+    """
     env = script.make_env(args)
-    state = jax.tree.map(lambda x: x[0], script.init_train_state(args, script.seed_keys(args)))
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(1))
     noise = lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
     params = jax.tree.map(noise, state.params)
     rollout = jax.jit(lambda *carry: script.rollout(args, env, params, *carry))
-    carry = rollout(state.env_state, state.memory, state.episodes, jax.random.key(key))[:3]
-    return env, params, carry[1], rollout(*carry, jax.random.key(key + 1))[3]
+    carry = state.env_state, state.agent_state, state.stats
+    *carry, _ = rollout(*carry, jax.random.key(key))
+    *_, trajectory = rollout(*carry, jax.random.key(key + 1))
+    return env, params, carry[1], trajectory
 
 
 @pytest.mark.parametrize(
@@ -46,31 +61,78 @@ def roll(args, key=0):
 def test_replay_reproduces_the_rollout(monkeypatch, options):
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", **SMALL | options)
-    env, params, memory, trajectory = roll(args)
+    env, params, agent_state, trajectory = roll(args)
     done = np.asarray(trajectory.terminated | trajectory.truncated)
     assert done.any(0).all()
-    logits, values, hidden = forward(args, env, params, trajectory.inputs, memory.hidden)
-    np.testing.assert_allclose(values, trajectory.value, atol=2e-5)
-    np.testing.assert_allclose(hidden, trajectory.successor[1].hidden, atol=2e-5)
-    np.testing.assert_allclose(script.action_logprob(logits, trajectory.action), trajectory.logprob, atol=2e-5)
-    # whole environments in another order are the same sequences
+    before = agent_state.rnn_state
+    dist, value, rnn_states = forward(args, params, trajectory.inputs, before)
+    near = functools.partial(np.testing.assert_allclose, atol=2e-5)
+    near(value, trajectory.value)
+    near(rnn_states, trajectory.next_agent_state.rnn_state)
+    near(dist.log_prob(trajectory.action), trajectory.log_prob)
+    # Whole environments in another order are the same sequences.
     some = np.array([5, 2, 11])
     inputs = jax.tree.map(lambda x: x[:, some], trajectory.inputs)
-    part = forward(args, env, params, inputs, memory.hidden[some])[1]
-    np.testing.assert_allclose(part, trajectory.value[:, some], atol=2e-5)
-    # and the hidden state matters: forgetting it is seen
-    forgotten = forward(args, env, params, trajectory.inputs, memory.hidden * 0)[1]
-    assert abs(forgotten - trajectory.value)[0].max() > 1e-3
+    near(forward(args, params, inputs, before[some])[1], trajectory.value[:, some])
+    # And the hidden state matters: forgetting it is seen, but for agents that start anew.
+    going_on = ~np.asarray(trajectory.inputs.start[0])
+    change = abs(forward(args, params, trajectory.inputs, before * 0)[1] - trajectory.value)[0]
+    assert change[going_on].max() > 1e-3 and change[~going_on].max(initial=0) < 1e-5
+
+
+def test_gru_equals_flax():
+    """One layer of `GRU`, step by step, against `flax.linen.GRUCell` with the same weights."""
+    size, num_features, num_steps, num_envs = 5, 3, 6, 4
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(num_features, num_steps, num_envs)), jnp.float32)
+    h = jnp.asarray(rng.normal(size=(size, num_envs)), jnp.float32)
+    start = jnp.asarray(rng.random((num_steps, num_envs)) < 0.3)
+    gru = script.GRU(size, num_steps, jnp.float32)
+    params = gru.init(jax.random.key(0), x, h, start)
+    params = jax.tree.map(lambda p: p + 0.3 * rng.normal(size=p.shape).astype(np.float32), params)
+    ours = gru.apply(params, x, h, start)
+    p = params["params"]
+    w, b = (np.split(p["input"][name], 3) for name in ("w", "b"))
+    theirs = {
+        "hr": {"kernel": p["u_reset"].T},
+        "hz": {"kernel": p["u_keep"].T},
+        "hn": {"kernel": p["u_new"].T, "bias": p["c"][:, 0]},
+    }
+    for i, name in enumerate(("ir", "iz", "in")):
+        theirs[name] = {"kernel": w[i].T, "bias": b[i][:, 0]}
+    cell, carry = nn.GRUCell(size), h.T
+    for t in range(num_steps):
+        carry = jnp.where(start[t][:, None], 0, carry)
+        carry, _ = cell.apply({"params": theirs}, carry, x[:, t].T)
+        np.testing.assert_allclose(ours[:, t].T, carry, atol=1e-5)
+
+
+def test_gradients_go_back_to_the_start_of_an_episode():
+    """What an output depends on: everything since the last start, nothing before it."""
+    args = script.Args(env_id="Empty-5x5", **SMALL)
+    _, params, agent_state, trajectory = roll(args)
+    start = jnp.zeros((args.num_steps, args.num_envs), bool).at[10, 3:].set(True)
+    inputs = trajectory.inputs._replace(start=start)
+
+    def last_values(rnn_state, prev_reward):
+        changed = inputs._replace(prev_reward=prev_reward)
+        return script.forward(args, params, changed, rnn_state)[1][-1].sum()
+
+    grad = jax.jit(jax.grad(last_values, argnums=(0, 1)))
+    by_state, by_reward = grad(agent_state.rnn_state, inputs.prev_reward)
+    assert (np.abs(by_state[:3]).max((1, 2)) > 0).all() and (by_state[3:] == 0).all()
+    assert (by_reward[:, :3] != 0).all()
+    assert (by_reward[:11, 3:] == 0).all() and (by_reward[11:, 3:] != 0).all()
 
 
 def test_bfloat16_is_close_to_float32(monkeypatch):
-    """The same weights: values and log-probabilities differ by the rounding of products; all else is float32."""
+    """Values and log-probabilities differ by the rounding of products; all else is float32."""
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", **SMALL)
-    env, params, memory, trajectory = roll(args)
-    half = script.dataclasses.replace(args, bf16=True)
-    outputs = [forward(a, env, params, trajectory.inputs, memory.hidden) for a in (args, half)]
-    for exact, rounded in zip(*outputs, strict=True):
+    _, params, agent_state, trajectory = roll(args)
+    half = dataclasses.replace(args, bf16=True)
+    outputs = [forward(a, params, trajectory.inputs, agent_state.rnn_state) for a in (args, half)]
+    for exact, rounded in zip(*map(jax.tree.leaves, outputs), strict=True):
         assert rounded.dtype == exact.dtype == jnp.float32
         error = abs(exact - rounded).mean() / abs(exact).mean()
         assert 1e-5 < error < 0.05
@@ -78,143 +140,245 @@ def test_bfloat16_is_close_to_float32(monkeypatch):
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_memory_across_episode_ends(monkeypatch, reset):
-    env = short_env(monkeypatch)
+    short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
     env, params, _, trajectory = roll(args)
-    inputs, done = trajectory.inputs, np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
-    before, after = np.asarray(trajectory.successor[1].action)[:-1], np.asarray(inputs.action)[1:]
-    assert (after[~done] == before[~done]).all()
-    assert (after[done] == (env.num_actions if reset else before[done])).all()
-    assert (np.asarray(inputs.reward)[1:][done] == (0 if reset else np.asarray(trajectory.reward)[:-1][done])).all()
-    assert ((np.asarray(inputs.action) == env.num_actions)[1:] == (done & reset)).all()
-    # a first step of an episode gives what a fresh memory gives, only with resets
+    inputs = jax.device_get(trajectory.inputs)
+    done = np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
+    np.testing.assert_array_equal(inputs.prev_action[1:], trajectory.action[:-1])
+    np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward[:-1])
+    np.testing.assert_array_equal(inputs.start[1:], done & reset)
+    # The first step of an episode is the same whatever was before it, only with resets.
     t, n = np.argwhere(done)[0] + (1, 0)
     first = jax.tree.map(lambda x: x[t : t + 1, n : n + 1], inputs)
-    fresh = forward(args, env, params, first, jnp.zeros_like(trajectory.successor[1].hidden[0, :1]))[1][0, 0]
-    assert (abs(fresh - trajectory.value[t, n]) < 1e-5) == reset
+    other = first._replace(prev_action=first.prev_action + 1, prev_reward=first.prev_reward + 1)
+    _, value, _ = forward(args, params, other, jnp.ones((1, 1, args.rnn_hidden_dim)))
+    assert (abs(value[0, 0] - trajectory.value[t, n]) < 1e-5) == reset
 
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_consecutive_evaluation_episodes(monkeypatch, reset):
-    """With resets a second episode is played as if it were the first; without, what was remembered matters."""
-    short_env(monkeypatch, max_steps=20)
+    """With resets a second episode is played like the first; without, memories matter."""
+    short_env(monkeypatch, limit=60)
     options = dict(eval_consecutive_episodes=2, eval_episodes=64, eval_mode="sampled")
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL | options)
-    params = jax.tree.map(lambda x: x[None], roll(args)[1])
+    params = roll(args)[1]
     # The same random numbers in both episodes.
-    monkeypatch.setattr(script.jax.random, "split", lambda key, num=2: jnp.stack([key] * num))
-    lengths = script.evaluate(args, params, script.evaluation_keys(args))[1][0]
+    split = lambda key, num=2: jnp.stack([key] * num)
+    monkeypatch.setattr(script.jax.random, "split", split)
+    evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, jax.random.key(0))
+    lengths = evaluation.episode_length
+    assert lengths.shape == (2, 64) and evaluation.states.position.shape == (2, 61)
     assert (lengths[0] == lengths[1]).all() == reset
 
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_successor_values_against_brute_force(monkeypatch, reset):
-    env = short_env(monkeypatch)
+    short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
     env, params, _, trajectory = roll(args)
-    assert (np.asarray(trajectory.truncated).sum(0) >= 3).all()  # several windows of max_steps
-    next_values = np.asarray(script.trajectory_values(args, env, params, trajectory))
+    assert (np.asarray(trajectory.truncated).sum(0) >= 3).all()  # several windows of the limit
+    value, next_value = script.trajectory_values(args, env, params, trajectory)
+    np.testing.assert_array_equal(value, trajectory.value)
 
-    def value_after(env_state, memory):  # of all environments, without any reset
-        return forward(args, env, params, script.see(args, env, env_state, memory), memory.hidden)[1][0]
+    def value_after(env_state, agent_state):  # of all environments, without any reset
+        obs = jax.vmap(env.observe)(env_state)
+        inputs = script.Inputs(obs, *agent_state[1:])
+        inputs = jax.tree.map(lambda x: x[None], inputs)
+        return forward(args, params, inputs, agent_state.rnn_state)[1][0]
 
-    expected = np.asarray(jax.vmap(value_after)(*trajectory.successor))
+    after = trajectory.next_env_state, trajectory.next_agent_state
+    expected = np.asarray(jax.vmap(value_after)(*after))
     terminated = np.asarray(trajectory.terminated)  # these have no successor
-    np.testing.assert_allclose(next_values[~terminated], expected[~terminated], atol=2e-5)
+    np.testing.assert_allclose(next_value[~terminated], expected[~terminated], atol=2e-5)
     truncated = np.asarray(trajectory.truncated)[:-1]
-    wrong = np.asarray(trajectory.value)[1:][truncated]  # what a bootstrap from the next episode would use
+    wrong = np.asarray(trajectory.value)[1:][truncated]  # a bootstrap from the next episode
     assert abs(wrong - expected[:-1][truncated]).max() > 1e-2
 
 
 def test_truncation_follows_the_step_count(monkeypatch):
     env = short_env(monkeypatch)
     _, _, _, trajectory = roll(script.Args(env_id="Empty-5x5", **SMALL))
-    count = np.asarray(trajectory.successor[0].step_count)
-    assert ((count == env.max_steps) == np.asarray(trajectory.truncated)).all() and count.max() == env.max_steps
+    count = np.asarray(trajectory.next_env_state.step_count)
+    assert ((count == env.max_episode_steps) == np.asarray(trajectory.truncated)).all()
+    assert count.max() == env.max_episode_steps
     done = np.asarray(trajectory.terminated | trajectory.truncated)
     assert (count[1:][done[:-1]] == 1).all()
 
 
-LOSSES = pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (False, False)])
+# Loss -----------------------------------------------------------------------------------------
+
+CLIPPED = pytest.mark.parametrize("clip_vloss", [True, False])
 
 
-def loss_of_rollout(norm_adv, clip_vloss, monkeypatch):
-    """(args, env, params, batch, hidden, loss): policy and values differ from the rollout's enough for clipping."""
+def loss_of_rollout(clip_vloss, monkeypatch):
+    """(args, params, batch, loss): policy and values differ enough from the rollout's to clip."""
     short_env(monkeypatch)
-    args = script.Args(env_id="Empty-5x5", norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1, **SMALL)
-    env, params, memory, trajectory = roll(args)
+    args = script.Args(env_id="Empty-5x5", clip_vloss=clip_vloss, ent_coef=0.1, **SMALL)
+    _, params, agent_state, trajectory = roll(args)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: p + jnp.asarray(0.1 * rng.normal(size=p.shape), p.dtype), params)
-    advantage, ret = jnp.asarray(rng.normal(size=(2, *trajectory.reward.shape)), trajectory.value.dtype)
-    steps = trajectory.inputs, trajectory.action, trajectory.logprob
-    batch = script.Batch(*steps, 3 + 2 * advantage, ret, trajectory.value)
-    ppo_loss = lambda params: script.ppo_loss(params, batch, memory.hidden, args, env)
-
-    @jax.jit
-    def loss(params):  # on a mesh of one device
-        one_device = jax.vmap(ppo_loss, axis_name=script.AXIS)(jax.tree.map(lambda x: x[None], params))
-        return jax.tree.map(lambda x: x[0], one_device)
-
-    return args, env, params, batch, memory.hidden, loss
-
-
-@LOSSES
-def test_loss_equals_definition(monkeypatch, norm_adv, clip_vloss):
-    """Loss and metrics of whole sequences against NumPy, given the logits and values of the replay."""
-    args, env, params, batch, hidden, loss = loss_of_rollout(norm_adv, clip_vloss, monkeypatch)
-    logits, value, _ = forward(args, env, params, batch.inputs, hidden)
-    logits = np.asarray(logits, float).reshape(-1, env.num_actions).T
-    flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1), batch._replace(inputs=()))
-    expected = numpy_ppo_loss(*scipy_distribution(logits, flat.action), np.asarray(value).reshape(-1), flat, args)
-    assert 0.1 < expected[1]["losses/clipfrac"] < 0.9
-    close(loss(params), expected, rtol=1e-4)
+    noise = lambda p: p + jnp.asarray(0.1 * rng.normal(size=p.shape), p.dtype)
+    params = jax.tree.map(noise, params)
+    shape, dtype = trajectory.value.shape, trajectory.value.dtype
+    batch = script.Batch(
+        inputs=trajectory.inputs,
+        rnn_state=agent_state.rnn_state[None],
+        action=trajectory.action,
+        dist=trajectory.dist,
+        log_prob=trajectory.log_prob,
+        value=trajectory.value,
+        advantage=3 + 2 * jnp.asarray(rng.normal(size=shape), dtype),
+        target=jnp.asarray(rng.normal(size=shape), dtype),
+    )
+    loss = jax.jit(lambda params: script.ppo_loss(args, params, batch))
+    return args, params, batch, loss
 
 
-@LOSSES
-def test_loss_gradient_equals_finite_differences(monkeypatch, norm_adv, clip_vloss):
+@CLIPPED
+def test_loss_equals_definition(monkeypatch, clip_vloss):
+    """Loss and metrics of whole sequences against NumPy, given the replay's logits and values."""
+    args, params, batch, loss = loss_of_rollout(clip_vloss, monkeypatch)
+    dist, value, _ = forward(args, params, batch.inputs, batch.rnn_state[0])
+    probabilities = scipy.special.softmax(np.asarray(dist.logits, float), axis=-1)
+    entropy = scipy.stats.entropy(probabilities, axis=-1).mean()
+    chosen = np.take_along_axis(probabilities, np.asarray(batch.action)[..., None], -1)[..., 0]
+    old, value = jax.device_get((batch, value))
+    ratio = chosen / np.exp(old.log_prob)
+    low, high = 1 - args.clip_coef, 1 + args.clip_coef
+    gain = np.minimum(ratio * old.advantage, np.clip(ratio, low, high) * old.advantage)
+    error = (value - old.target) ** 2
+    if clip_vloss:
+        held = np.clip(value, old.value - args.clip_coef, old.value + args.clip_coef)
+        error = np.maximum(error, (held - old.target) ** 2)
+    expected = {
+        "losses/policy_loss": -gain.mean(),
+        "losses/value_loss": 0.5 * error.mean(),
+        "losses/entropy": entropy,
+        "losses/approx_kl": (ratio - 1 - np.log(ratio)).mean(),
+        "losses/old_approx_kl": -np.log(ratio).mean(),
+        "losses/clipfrac": ((ratio < low) | (ratio > high)).mean(),
+    }
+    assert 0.1 < expected["losses/clipfrac"] < 0.9
+    total, metrics = loss(params)
+    assert metrics.keys() == expected.keys()
+    for tag, metric in metrics.items():
+        np.testing.assert_allclose(metric.value, expected[tag], rtol=1e-4, err_msg=tag)
+    parts = -gain.mean() + args.vf_coef * 0.5 * error.mean() - args.ent_coef * entropy
+    np.testing.assert_allclose(total, parts, rtol=1e-4)
+
+
+@CLIPPED
+def test_loss_gradient_equals_finite_differences(monkeypatch, clip_vloss):
     """Central differences in float64, in the direction of each array's own gradient."""
-    monkeypatch.setattr(script, "jnp", types.SimpleNamespace(**vars(jnp) | {"float32": jnp.float64}))
+    args, params, batch, _ = loss_of_rollout(clip_vloss, monkeypatch)
+    doubles = types.SimpleNamespace(**vars(jnp) | {"float32": jnp.float64})
+    monkeypatch.setattr(script, "jnp", doubles)
+
+    def in_float64(x):
+        return x.astype(jnp.float64) if x.dtype == jnp.float32 else x
+
     with jax.enable_x64(True):
-        *_, params, _, _, loss = loss_of_rollout(norm_adv, clip_vloss, monkeypatch)
-        grads, structure = jax.tree.flatten(jax.grad(lambda params: loss(params)[0])(params))
-        leaves = jax.tree.leaves(params)
+        params, batch = jax.tree.map(in_float64, (params, batch))
+        loss = jax.jit(lambda params: script.ppo_loss(args, params, batch))
+        grads = jax.tree.leaves(jax.grad(lambda params: loss(params)[0])(params))
+        leaves, structure = jax.tree.flatten(params)
+
+        def loss_at(i, shift):  # with one array shifted
+            return loss(structure.unflatten([*leaves[:i], leaves[i] + shift, *leaves[i + 1 :]]))[0]
+
         for i, grad in enumerate(grads):
             norm = jnp.linalg.norm(grad)
-            along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * grad / norm] + leaves[i + 1 :]))[0]  # noqa: B023
-            np.testing.assert_allclose((along(1e-6) - along(-1e-6)) / 2e-6, norm, rtol=1e-6, atol=1e-9)
+            h = 1e-6 * grad / norm
+            slope = (loss_at(i, h) - loss_at(i, -h)) / 2e-6
+            np.testing.assert_allclose(slope, norm, rtol=1e-6, atol=1e-9)
 
 
-def test_sampled_actions_follow_the_policy():
-    logits = jnp.array([0.0, 1.0, -2.0, 0.5])
-    uniforms = (jnp.arange(100_000) + 0.5) / 100_000
-    share = np.bincount(script.sample_action(logits, uniforms), minlength=4) / 100_000
-    np.testing.assert_allclose(share, jax.nn.softmax(logits), atol=2e-5)
-    assert script.sample_action(logits, jnp.float32(0.99999994)) == 3
+def test_four_devices_equal_one():
+    """Two updates with normalised advantages, environments on four devices or on one."""
+    options = SMALL | dict(num_minibatches=4, norm_adv=True, total_timesteps=16 * 24 * 2)
+    results = []
+    for num_devices in (1, 4):
+        args = script.Args(env_id="DoorKey-5x5", num_devices=num_devices, **options)
+        state = script.init_agents(args)
+        results.append(jax.device_get(script.make_train_chunk(args)(state, jnp.int32(2))))
+    (one, one_metrics), (four, four_metrics) = results
+    assert (one.update == 2).all()
+    plain = lambda state: script.flatten_state(state._replace(key=jax.random.key(0)))
+    for name, x in plain(one).items():
+        np.testing.assert_allclose(plain(four)[name], x, rtol=1e-3, atol=2e-4, err_msg=name)
+    for tag, x in one_metrics.items():
+        np.testing.assert_allclose(four_metrics[tag], x, rtol=1e-3, atol=1e-4, err_msg=tag)
 
 
-def test_advantages_are_normalised_over_all_devices(monkeypatch):
-    """A minibatch on four devices, whose advantages differ in mean and spread: the gradient is that of the whole."""
-    args, env, params, batch, hidden, _ = loss_of_rollout(True, True, monkeypatch)
-    scale = jnp.repeat(jnp.arange(1.0, 5.0), args.num_envs // 4)
-    batch = batch._replace(advantage=scale * (batch.advantage + scale))
+# Seams ----------------------------------------------------------------------------------------
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradient(devices):
-        split = lambda x, axis: jnp.moveaxis(x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :]), axis, 0)
-        shards = jax.tree.map(lambda x: split(x, 1), batch), split(hidden, 0)
-        loss = lambda params, batch, hidden: script.ppo_loss(params, batch, hidden, args, env)[0]
-        grads = jax.vmap(jax.grad(loss), (None, 0, 0), axis_name=script.AXIS)(params, *shards)
-        return jax.tree.map(lambda x: x.mean(0), grads)
 
-    close(gradient(4), gradient(1), rtol=1e-3, atol=1e-5)
+def test_an_lstm_needs_three_functions(monkeypatch):
+    """A recurrent state that is a pair: only init_rnn_state, init_agent and forward change."""
+
+    def init_rnn_state(args, num_envs):
+        zeros = jnp.zeros((num_envs, args.rnn_hidden_dim))
+        return zeros, zeros
+
+    class Network(nn.Module):
+        size: int
+        num_actions: int
+
+        @nn.compact
+        def __call__(self, inputs, rnn_state):
+            image = inputs.obs["image"]
+            x = nn.Dense(self.size)(image.reshape(*image.shape[:2], -1) / 10)
+            cell = nn.OptimizedLSTMCell(self.size)
+            states = []
+            for t in range(len(x)):
+                start = inputs.start[t][:, None]
+                rnn_state = jax.tree.map(lambda s, start=start: jnp.where(start, 0, s), rnn_state)
+                rnn_state, _ = cell(rnn_state, x[t])
+                states.append(rnn_state)
+            states = jax.tree.map(lambda *s: jnp.stack(s), *states)
+            logits = nn.Dense(self.num_actions)(states[1])
+            return logits, nn.Dense(1)(states[1])[..., 0], states
+
+    def init_agent(args, key, env):
+        obs = {"image": jnp.zeros((1, 1, 7, 7, 3)), "direction": jnp.zeros((1, 1), jnp.int32)}
+        zeros = jnp.zeros((1, 1))
+        inputs = script.Inputs(obs, zeros, zeros, zeros == 0)
+        network = Network(args.rnn_hidden_dim, env.num_actions)
+        return network.init(key, inputs, init_rnn_state(args, 1))
+
+    def forward(args, params, inputs, rnn_state):
+        num_actions = script.make_env(args).num_actions
+        network = Network(args.rnn_hidden_dim, num_actions)
+        logits, value, states = network.apply(params, inputs, rnn_state)
+        return script.Categorical(logits), value, states
+
+    monkeypatch.setattr(script, "init_rnn_state", init_rnn_state)
+    monkeypatch.setattr(script, "init_agent", init_agent)
+    monkeypatch.setattr(script, "forward", forward)
+    options = SMALL | dict(num_envs=4, num_steps=5, total_timesteps=40, eval_episodes=2)
+    args = script.Args(env_id="Empty-5x5", **options)
+    state, metrics = jax.jit(script.train, static_argnums=0)(args, jax.random.key(0))
+    assert state.agent_state.rnn_state[1].shape == (4, 16)
+    assert np.isfinite(metrics["losses/grad_norm"]).all()
+    evaluate = jax.jit(script.evaluate, static_argnums=0)
+    assert evaluate(args, state.params, jax.random.key(1)).episode_return.shape == (1, 2)
+
+
+def test_a_missing_axis_is_an_error():
+    args = script.Args(env_id="Empty-5x5", **SMALL)
+    env = script.make_env(args)
+    params = script.init_agent(args, jax.random.key(0), env)
+    agent_state = script.init_agent_state(args, 1)
+    env_state = jax.vmap(env.reset)(jax.random.key(0)[None])
+    inputs = script.make_inputs(env, env_state, agent_state)  # [N], not [T, N]
+    with pytest.raises(ValueError, match=r"\[T, M, ...\]"):
+        script.forward(args, params, inputs, agent_state.rnn_state)
 
 
 def test_learns_to_reach_the_goal(tmp_path):
-    """A short run on the smallest level: the greedy policy reaches the goal where an untrained one does not."""
-    options = dict(
-        env_id="Empty-5x5", total_timesteps=60_000, num_envs=64, num_steps=32, runs_dir=str(tmp_path / "runs")
-    )
-    script.main(script.Args(**options, videos_dir=str(tmp_path / "videos")))
+    """A short run on the smallest level: the greedy policy reaches the goal."""
+    words = "--env-id Empty-5x5 --total-timesteps 6e4 --num-envs 64 --num-steps 32".split()
+    script.main([*words, "--runs-dir", f"{tmp_path}/runs", "--videos-dir", f"{tmp_path}/videos"])
     summary = json.loads(next(tmp_path.glob("runs/*/summary.json")).read_text())
     assert summary["eval_episodes"] == 256 and summary["success_rate"] > 0.95
     assert summary["eval_return_mean"] > 0.9  # the shortest way gives 0.955
@@ -222,5 +386,5 @@ def test_learns_to_reach_the_goal(tmp_path):
 
 def test_unknown_environment_names_the_nearest():
     with pytest.raises(script.UsageError, match="MiniGrid-DoorKey-6x6-v0"):
-        script.Args(env_id="DorKey-6x6")
-    assert script.Args(env_id="MemoryS9").env_id == "MiniGrid-MemoryS9-v0"
+        script.parse_args(["--env-id", "DorKey-6x6"])
+    assert script.parse_args(["--env-id", "MemoryS9"]).env_id == "MiniGrid-MemoryS9-v0"

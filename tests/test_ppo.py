@@ -1,6 +1,7 @@
-"""The algorithm against optax, NumPy written from the definitions, finite differences and statistics."""
+"""The algorithm against optax, NumPy from the definitions, finite differences, statistics."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
-from conftest import MODULES, having, once, quick_args
+from conftest import having, once, quick_args
 
 
 def close(ours, expected, rtol, atol=0.0):
@@ -18,49 +19,122 @@ def close(ours, expected, rtol, atol=0.0):
 
 
 def initial(script, args):
-    """(params, env_state, episodes) of one untrained agent."""
-    state = jax.tree.map(lambda x: x[0], script.init_train_state(args, script.seed_keys(args)))
-    return state.params, state.env_state, state.episodes
+    """The state of one untrained agent."""
+    return jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(args.seed))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Network and optimizer
-# ----------------------------------------------------------------------------------------------------------------------
+def with_time_limit(script, args, max_episode_steps):
+    """The script's environment with another time limit."""
+    return dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# Network, distribution and optimizer
+# --------------------------------------------------------------------------------------------------
 
 
 @having("init_mlp")
+@pytest.mark.quick
 def test_initial_weights_are_orthogonal(script):
-    """W W^T (or W^T W) = gain^2 I with gains sqrt(2), sqrt(2), 0.01 for the actor's head and 1 for the critic's."""
-    params = script.init_params(jax.random.key(0), script.make_env(quick_args(script)))
+    """W W^T (or W^T W) = gain^2 I: gains sqrt(2), sqrt(2), then 0.01 (actor) or 1 (critic)."""
+    args = quick_args(script)
+    params = script.init_agent(args, jax.random.key(0), script.make_env(args))
     for name, head_gain in [("actor", 0.01), ("critic", 1.0)]:
-        for i, gain in enumerate([2**0.5, 2**0.5, head_gain], start=1):
-            w, b = params[name][f"w{i}"], params[name][f"b{i}"]
+        assert len(params[name]) == 3
+        for layer, gain in zip(params[name], [2**0.5, 2**0.5, head_gain], strict=True):
+            w, b = layer["w"], layer["b"]
             gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
             np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5 * gain**2)
             assert not b.any()
 
 
-@pytest.mark.parametrize(
-    "script", MODULES[1:], ids=lambda module: module.__name__, indirect=True, scope="session"
-)  # the first two share a text
+@once("init_mlp")
+@pytest.mark.quick
+def test_network_equals_numpy(script):
+    """Values of a batch by rows and products in NumPy, in float64."""
+    args = quick_args(script)
+    env = script.make_env(args)
+    params = script.init_agent(args, jax.random.key(0), env)
+    params = jax.tree.map(lambda p: p + 0.1, params)  # biases too
+    states = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), 7))
+    obs = jax.vmap(env.observe)(states)
+    _, value = script.forward(args, params, obs)
+    x = np.asarray(obs, np.float64).reshape(7, -1)
+    *hidden, head = jax.tree.map(lambda p: np.asarray(p, np.float64), params["critic"])
+    for layer in hidden:
+        x = np.tanh(x @ layer["w"].T + layer["b"][:, 0])
+    expected = (x @ head["w"].T + head["b"][:, 0])[:, 0]
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
+@once("Categorical")
+@pytest.mark.quick
+def test_categorical_equals_scipy(script):
+    """Log-probabilities, entropies, modes, and how often each action is drawn."""
+    logits = 2 * np.random.default_rng(0).normal(size=(3, 5, 4)).astype("f")
+    dist = script.Categorical(logits=jnp.asarray(logits))
+    probabilities = scipy.special.softmax(logits.astype(float), axis=-1)
+    action = np.arange(15).reshape(3, 5) % 4
+    expected = np.log(np.take_along_axis(probabilities, action[..., None], -1)[..., 0])
+    np.testing.assert_allclose(dist.log_prob(jnp.asarray(action)), expected, rtol=1e-5)
+    entropy = scipy.stats.entropy(probabilities, axis=-1)
+    np.testing.assert_allclose(dist.entropy(), entropy, rtol=1e-5)
+    np.testing.assert_array_equal(dist.mode(), probabilities.argmax(-1))
+
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    samples = np.asarray(jax.jit(jax.vmap(dist.sample))(keys))  # [20,000, 3, 5]
+    assert samples.dtype == np.int32 and dist.mode().dtype == np.int32
+    for index in np.ndindex(3, 5):
+        counts = np.bincount(samples[:, *index], minlength=4)
+        expected = len(keys) * probabilities[index]
+        assert scipy.stats.chisquare(counts, expected).pvalue > 1e-4
+
+
+@once("Gaussian")
+@pytest.mark.quick
+def test_gaussian_equals_scipy(script):
+    """Log-probabilities and entropies of vectors of two numbers, modes, and what is drawn."""
+    rng = np.random.default_rng(0)
+    mean, log_std = rng.normal(size=(3, 5, 2)).astype("f"), np.float32([-0.7, 0.3])
+    dist = script.Gaussian(mean=jnp.asarray(mean), log_std=jnp.asarray(log_std))
+    normal = scipy.stats.norm(mean.astype(float), np.exp(log_std.astype(float)))
+    action = rng.normal(size=(3, 5, 2)).astype("f")
+    log_prob = dist.log_prob(jnp.asarray(action))
+    np.testing.assert_allclose(log_prob, normal.logpdf(action).sum(-1), rtol=1e-4, atol=1e-5)
+    entropy = jnp.broadcast_to(dist.entropy(), (3, 5))
+    np.testing.assert_allclose(entropy, normal.entropy().sum(-1), rtol=1e-5)
+    np.testing.assert_array_equal(dist.mode(), mean)
+    samples = np.asarray(jax.vmap(dist.sample)(jax.random.split(jax.random.key(0), 5000)))
+    for index in np.ndindex(3, 5, 2):
+        marginal = scipy.stats.norm(mean[index], np.exp(log_std[index[-1]]))
+        assert scipy.stats.kstest(samples[:, *index], marginal.cdf).pvalue > 1e-4
+
+
+@once("adam_update")
+@pytest.mark.quick
 def test_optimizer_equals_optax(script):
     """100 steps with an annealed learning rate; gradients small, large (clipped) and zero."""
     rng = np.random.default_rng(0)
     shapes = {"a": {"w": (5, 3), "b": (5, 1)}, "c": {"w": (2, 7)}}
-    draw = lambda: jax.tree.map(lambda s: rng.normal(size=s).astype("f"), shapes, is_leaf=lambda s: type(s) is tuple)
-    rate = lambda count: 1e-3 * (1 - count / 100)
+
+    def draw(scale=1.0):
+        def normal(shape):
+            return np.float32(scale) * rng.normal(size=shape).astype("f")
+
+        return jax.tree.map(normal, shapes, is_leaf=lambda s: type(s) is tuple)
+
+    def rate(count):
+        return 1e-3 * (1 - count / 100)
+
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
     params = expected = draw()
     args = quick_args(script, max_grad_norm=0.5, adam_eps=1e-5)
-    if hasattr(script, "adam_init"):
-        state, step = script.adam_init(params), script.adam_update
-    else:
-        state, step = script.make_optimizer(args).init(params), script.optimizer_update
-    optax_state = optimizer.init(params)
-    ours, theirs = jax.jit(step, static_argnums=0), jax.jit(optimizer.update)
+    state, optax_state = script.adam_init(params), optimizer.init(params)
+    ours = jax.jit(script.adam_update, static_argnums=0)
+    theirs = jax.jit(optimizer.update)
     clipped = 0
     for count, scale in enumerate(20 * [0.0, 1e-4, 1e-2, 1.0, 100.0]):
-        grads = jax.tree.map(lambda x: scale * x, draw())  # noqa: B023
+        grads = draw(scale)
         params, state, norm = ours(args, grads, state, params, rate(count))
         updates, optax_state = theirs(grads, optax_state, expected)
         expected = optax.apply_updates(expected, updates)
@@ -70,157 +144,188 @@ def test_optimizer_equals_optax(script):
     assert clipped == 40
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Advantages
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def definition_of_gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+def definition_of_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
     """sum_l (gamma lambda)^l delta_{t+l} up to and including the episode's last step."""
-    advantages = np.zeros_like(values)
-    for t, n in np.ndindex(values.shape):
-        for later in range(t, len(values)):
-            bootstrap = 0.0 if terminated[later, n] else gamma * next_values[later, n]
-            delta = rewards[later, n] + bootstrap - values[later, n]
-            advantages[t, n] += (gamma * gae_lambda) ** (later - t) * delta
+    advantage = np.zeros_like(value)
+    for t, n in np.ndindex(value.shape):
+        for later in range(t, len(value)):
+            bootstrap = 0.0 if terminated[later, n] else gamma * next_value[later, n]
+            delta = reward[later, n] + bootstrap - value[later, n]
+            advantage[t, n] += (gamma * gae_lambda) ** (later - t) * delta
             if terminated[later, n] or truncated[later, n]:
                 break
-    return advantages
+    return advantage
 
 
 @once("compute_gae")
+@pytest.mark.quick
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
 def test_gae_equals_definition(script, gae_lambda):
     """NumPy in float64, with terminations, truncations and both at once in the middle."""
     rng = np.random.default_rng(0)
-    rewards, values, next_values = rng.normal(size=(3, 50, 8))
+    reward, value, next_value = rng.normal(size=(3, 50, 8))
     terminated, truncated = rng.random((2, 50, 8)) < 0.1
     truncated[20, :4] = terminated[20, :4] = True
     assert (terminated & ~truncated).any() and (truncated & ~terminated).any()
-    expected = definition_of_gae(rewards, values, next_values, terminated, truncated, 0.99, gae_lambda)
-    arrays = [jnp.asarray(x, jnp.float32) for x in (rewards, values, next_values)]
-    ours = script.compute_gae(*arrays, jnp.asarray(terminated), jnp.asarray(truncated), 0.99, gae_lambda)
+    flags = terminated, truncated
+    expected = definition_of_gae(reward, value, next_value, *flags, 0.99, gae_lambda)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (reward, value, next_value)]
+    ours = script.compute_gae(*arrays, *map(jnp.asarray, flags), 0.99, gae_lambda)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 @once("compute_gae")
+@pytest.mark.quick
 def test_gae_worked_example(script):
     """Three steps, then a termination; with lambda 0 the advantages are the deltas."""
-    values = jnp.array([[1.0], [1.5], [0.8]])
-    next_values = jnp.array([[1.5], [0.8], [123.0]])  # the last one must not be used
+    value = jnp.array([[1.0], [1.5], [0.8]])
+    next_value = jnp.array([[1.5], [0.8], [123.0]])  # the last one must not be used
     terminated = jnp.array([[False], [False], [True]])
-    arrays = (jnp.ones((3, 1)), values, next_values, terminated, jnp.zeros_like(terminated))
-    deltas = script.compute_gae(*arrays, gamma=0.99, gae_lambda=0.0)
-    np.testing.assert_allclose(deltas[:, 0], [1.485, 0.292, 0.2], rtol=1e-6)
+    arrays = (jnp.ones((3, 1)), value, next_value, terminated, jnp.zeros_like(terminated))
+    delta = script.compute_gae(*arrays, gamma=0.99, gae_lambda=0.0)
+    np.testing.assert_allclose(delta[:, 0], [1.485, 0.292, 0.2], rtol=1e-6)
 
 
-@having("trajectory_values", "policy")  # without recurrence
+@having("trajectory_values", "init_mlp")  # without recurrence
 @pytest.mark.parametrize("max_episode_steps", [3, 12, 500])
 def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps):
-    """`trajectory_values` against the critic evaluated on every observation and on every true next observation."""
+    """`trajectory_values` against the critic on every observation and every true successor.
+
+    64 steps: many windows of the time limit (the last one incomplete), or a part of one.
+    """
     args = quick_args(script, num_steps=64, total_timesteps=10**6)
-    env = dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
-    params, env_state, episodes = initial(script, args)
+    env, state = with_time_limit(script, args, max_episode_steps), initial(script, args)
     rollout = jax.jit(script.rollout, static_argnums=(0, 1))
-    _, _, steps = rollout(args, env, params, env_state, episodes, jax.random.key(0))
+    key = jax.random.key(0)
+    _, _, steps = rollout(args, env, state.params, state.env_state, state.stats, key)
     assert steps.truncated.any() == (max_episode_steps < args.num_steps)
-    critic = jax.vmap(script.value, (None, 0))
-    values, next_values = script.trajectory_values(env, params, steps)
-    close(values, critic(params, steps.obs), rtol=1e-5, atol=1e-6)
-    expected = critic(params, steps.next_obs)
+    values = script.trajectory_values(args, env, state.params, steps)
+
+    def critic(obs):  # one time step at a time
+        return jnp.stack([script.forward(args, state.params, x)[1] for x in obs])
+
+    close(values[0], critic(steps.obs), rtol=1e-5, atol=1e-6)
     used = ~np.asarray(steps.terminated)  # after a termination no value is used
-    close(np.asarray(next_values)[used], np.asarray(expected)[used], rtol=1e-5, atol=1e-6)
+    expected = np.asarray(critic(steps.next_obs))
+    close(np.asarray(values[1])[used], expected[used], rtol=1e-5, atol=1e-6)
+    assert np.unique(expected).size > 100
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Episode statistics
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-@having("rollout", "policy")
+@having("rollout", "init_mlp")
 @pytest.mark.parametrize("max_episode_steps", [12, 500])
 def test_episode_statistics_equal_replay(script, max_episode_steps):
-    """Two rollouts in a row; NumPy adds up the rewards of each environment and cuts at the flags."""
+    """Two rollouts in a row; NumPy adds up each environment's rewards and cuts at the flags."""
     args = quick_args(script, num_steps=50, total_timesteps=10**6)
-    env = dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
-    params, env_state, episodes = initial(script, args)
-    ret, length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-    last_ret, last_length = np.full((2, args.num_envs), np.nan)
+    env, state = with_time_limit(script, args, max_episode_steps), initial(script, args)
+    env_state, stats = state.env_state, state.stats
+    running_return = np.zeros(args.num_envs)
+    running_length = np.zeros(args.num_envs, int)
+    last_return, last_length = np.full((2, args.num_envs), np.nan)
     rollout = jax.jit(script.rollout, static_argnums=(0, 1))
     for key in jax.random.split(jax.random.key(0), 2):
-        env_state, episodes, steps = rollout(args, env, params, env_state, episodes, key)
-        for reward, terminated, truncated in zip(
-            *map(np.asarray, (steps.reward, steps.terminated, steps.truncated)), strict=True
-        ):
-            ret, length = ret + reward, length + 1
-            np.testing.assert_array_equal(truncated, length == max_episode_steps)
-            done = terminated | truncated
-            last_ret, last_length = np.where(done, ret, last_ret), np.where(done, length, last_length)
-            ret, length = np.where(done, 0, ret), np.where(done, 0, length)
-        close(tuple(episodes), (ret, length, last_ret, last_length), rtol=1e-6)
+        env_state, stats, steps = rollout(args, env, state.params, env_state, stats, key)
+        steps = jax.tree.map(np.asarray, steps)
+        for t in range(args.num_steps):
+            running_return = running_return + steps.reward[t]
+            running_length = running_length + 1
+            np.testing.assert_array_equal(steps.truncated[t], running_length == max_episode_steps)
+            done = steps.terminated[t] | steps.truncated[t]
+            last_return = np.where(done, running_return, last_return)
+            last_length = np.where(done, running_length, last_length)
+            running_return = np.where(done, 0, running_return)
+            running_length = np.where(done, 0, running_length)
+        close(stats.running_return, running_return, rtol=1e-6)
+        close(stats.running_length, running_length, rtol=0)
+        close(stats.last_return, last_return, rtol=1e-6)
+        close(stats.last_length, last_length, rtol=0)
 
 
 @once("make_train_step")
 def test_nothing_is_reported_before_an_episode_ends(script):
     """Updates of four steps: no return at first, then the mean of the last finished ones."""
     args = quick_args(script, num_steps=4)
-    train_step = script.make_train_step(args)
-    state = script.init_train_state(args, script.seed_keys(args))
+    train_step, state = script.make_train_step(args), initial(script, args)
     reported = []
     for _ in range(20):
         state, metrics = train_step(state)
-        last = np.asarray(state.episodes.last_ret[0])
+        last = np.asarray(state.stats.last_return)
         expected = last[np.isfinite(last)].mean() if np.isfinite(last).any() else np.nan
-        np.testing.assert_allclose(metrics["charts/episodic_return"][0], expected, rtol=1e-6)
+        np.testing.assert_allclose(metrics["charts/episodic_return"], expected, rtol=1e-6)
         reported.append(expected)
     assert np.isnan(reported[0]) and np.isfinite(reported[-1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def loss_inputs(script, args, samples=64):
-    """(params, batch) in float64: behaviour policy and old values differ from `params` enough for clipping."""
-    params, *_ = initial(script, args)
+    """(params, batch) in float64: old policy and values differ enough for clipping."""
+    state, env = initial(script, args), script.make_env(args)
     rng = np.random.default_rng(0)
-    perturb = lambda scale: jax.tree.map(lambda p: jnp.asarray(p + scale * rng.normal(size=p.shape)), params)
-    params, old_params = perturb(0.1), perturb(0.1)
-    obs = jnp.asarray(rng.normal(size=(script.make_env(args).obs_size, samples)))
-    old_policy = script.policy(old_params, obs)
-    action = script.sample_action(old_policy, script.sample_noise(jax.random.key(0), (samples,)))
-    logprob = script.action_logprob(old_policy, action)
-    old_value = script.value(params, obs) + 0.3 * rng.normal(size=samples)
-    advantage, ret = jnp.asarray(rng.normal(size=(2, samples)))
-    return params, script.Batch(obs, action, logprob, 3 + 2 * advantage, ret, old_value)
+
+    def perturb(tree, scale):
+        return jax.tree.map(lambda p: jnp.asarray(p + scale * rng.normal(size=p.shape)), tree)
+
+    params = perturb(state.params, 0.1)
+    old_params = perturb(params, 0.1)
+    shape = jax.eval_shape(lambda key: env.observe(env.reset(key)), jax.random.key(0)).shape
+    obs = jnp.asarray(rng.normal(size=(samples, *shape)).astype("f"))
+    old_dist, _ = script.forward(args, old_params, obs)
+    action = old_dist.sample(jax.random.key(0))
+    advantage, target = rng.normal(size=(2, samples))
+    _, value = script.forward(args, params, obs)
+    return params, script.Batch(
+        obs=obs,
+        action=action,
+        dist=old_dist,
+        log_prob=old_dist.log_prob(action),
+        value=value + 0.3 * rng.normal(size=samples),
+        advantage=jnp.asarray(3 + 2 * advantage),
+        target=jnp.asarray(target),
+    )
 
 
 def scipy_distribution(dist, action):
-    """Log-probabilities [M] of actions and the mean entropy, of logits [A, M] or of (mean [M], log-deviation [])."""
-    if isinstance(dist, tuple):
-        normal = scipy.stats.norm(dist[0], np.exp(dist[1]))
-        return normal.logpdf(action), normal.entropy().mean()
-    probabilities = scipy.special.softmax(dist, axis=0)
-    return np.log(probabilities[action, np.arange(action.size)]), scipy.stats.entropy(probabilities, axis=0).mean()
+    """Log-probabilities [M] of actions and the mean entropy, of a `Categorical` or a `Gaussian`."""
+    action = np.asarray(action)
+    if type(dist).__name__ == "Gaussian":
+        normal = scipy.stats.norm(np.asarray(dist.mean), np.exp(np.asarray(dist.log_std)))
+        entropy = np.broadcast_to(normal.entropy(), dist.mean.shape).sum(-1).mean()
+        return normal.logpdf(action).sum(-1), entropy
+    probabilities = scipy.special.softmax(np.asarray(dist.logits), axis=1)
+    log_prob = np.log(probabilities[np.arange(action.size), action])
+    return log_prob, scipy.stats.entropy(probabilities, axis=1).mean()
 
 
 def normalized(advantage):
+    """Of mean 0 and standard deviation 1."""
     return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
 
-def numpy_ppo_loss(logprob, entropy, value, batch, args):
+def numpy_ppo_loss(log_prob, entropy, value, batch, args):
     """The loss and metrics of PPO from the definition."""
-    ratio = np.exp(logprob - batch.logprob)
-    advantage = batch.advantage
-    if args.norm_adv:
-        advantage = normalized(advantage)
+    ratio = np.exp(log_prob - batch.log_prob)
     low, high = 1 - args.clip_coef, 1 + args.clip_coef
-    policy_loss = np.mean([-min(r * a, np.clip(r, low, high) * a) for r, a in zip(ratio, advantage, strict=True)])
-    errors = (value - batch.ret) ** 2
+    surrogates = [
+        min(r * a, np.clip(r, low, high) * a) for r, a in zip(ratio, batch.advantage, strict=True)
+    ]
+    policy_loss = -np.mean(surrogates)
+    errors = (value - batch.target) ** 2
     if args.clip_vloss:
         clipped = np.clip(value, batch.value - args.clip_coef, batch.value + args.clip_coef)
-        errors = np.maximum(errors, (clipped - batch.ret) ** 2)
+        errors = np.maximum(errors, (clipped - batch.target) ** 2)
     value_loss = 0.5 * errors.mean()
     return policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy, {
         "losses/policy_loss": policy_loss,
@@ -235,136 +340,200 @@ def numpy_ppo_loss(logprob, entropy, value, batch, args):
 CLIPPING = pytest.mark.parametrize("clip_vloss", [True, False])
 
 
-@having("ppo_loss", "policy")
+@having("ppo_loss", "init_mlp")
 @CLIPPING
+@pytest.mark.quick
 def test_loss_equals_definition(script, clip_vloss):
     """Loss and metrics against NumPy in float64."""
-    args = quick_args(script, norm_adv=False, clip_vloss=clip_vloss, ent_coef=0.1)
+    args = quick_args(script, clip_vloss=clip_vloss, ent_coef=0.1)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args)
-        ours = script.ppo_loss(params, batch, args)
-        dist, value = (jax.tree.map(np.asarray, f(params, batch.obs)) for f in (script.policy, script.value))
+        loss, metrics = script.ppo_loss(args, params, batch)
+        dist, value = script.forward(args, params, batch.obs)
+        log_prob, entropy = scipy_distribution(dist, batch.action)
     batch = jax.tree.map(np.asarray, batch)
-    expected = numpy_ppo_loss(*scipy_distribution(dist, batch.action), value, batch, args)
+    expected = numpy_ppo_loss(log_prob, entropy, np.asarray(value), batch, args)
     assert 0.1 < expected[1]["losses/clipfrac"] < 0.9
-    close(ours, expected, rtol=1e-10)
+    assert all(isinstance(metric, script.Mean) for metric in metrics.values())
+    assert metrics.keys() - expected[1].keys() <= {"charts/action_std"}
+    ours = loss, {tag: metrics[tag].value for tag in expected[1]}
+    close(ours, expected, rtol=1e-9)
 
 
-@having("ppo_loss", "policy")
+@having("ppo_loss", "init_mlp")
 @CLIPPING
 def test_loss_gradient_equals_finite_differences(script, clip_vloss):
     """Central differences in float64, along a random direction of each array of parameters."""
     args = quick_args(script, clip_vloss=clip_vloss, ent_coef=0.1)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args)
-        loss = jax.jit(lambda params: script.ppo_loss(params, batch, args)[0])
+        loss = jax.jit(lambda params: script.ppo_loss(args, params, batch)[0])
         grads, structure = jax.tree.flatten(jax.grad(loss)(params))
         leaves = jax.tree.leaves(params)
         rng = np.random.default_rng(1)
+
+        def moved(i, direction):
+            changed = [*leaves[:i], leaves[i] + direction, *leaves[i + 1 :]]
+            return loss(structure.unflatten(changed))
+
         for i, grad in enumerate(grads):
             direction = rng.normal(size=grad.shape)
-            along = lambda h: loss(structure.unflatten(leaves[:i] + [leaves[i] + h * direction] + leaves[i + 1 :]))  # noqa: B023
-            difference = (along(1e-6) - along(-1e-6)) / 2e-6
-            np.testing.assert_allclose((grad * direction).sum(), difference, rtol=1e-6, atol=1e-8)
+            difference = (moved(i, 1e-6 * direction) - moved(i, -1e-6 * direction)) / 2e-6
+            np.testing.assert_allclose((grad * direction).sum(), difference, 1e-6, 1e-8)
 
 
-@once("loss_gradient")
+def with_maximum(script):
+    """`ppo_loss` with one more metric, the greatest ratio; `seen` receives that of each call."""
+    original, seen = script.ppo_loss, []
+
+    def ppo_loss(args, params, batch):
+        loss, metrics = original(args, params, batch)
+        dist, _ = script.forward(args, params, batch.obs)
+        ratio = jnp.exp(dist.log_prob(batch.action) - batch.log_prob)
+        jax.debug.callback(lambda ratio: seen.append(float(ratio.max())), ratio)
+        return loss, metrics | {"losses/ratio_max": script.Max(ratio.max())}
+
+    return ppo_loss, seen
+
+
+@having("loss_gradient", "init_mlp")
 @pytest.mark.parametrize("samples", [64, 3 * 4096, 10_007])
-def test_gradient_in_blocks_equals_the_whole(script, samples):
+def test_gradient_in_blocks_equals_the_whole(script, samples, monkeypatch):
     """However many blocks a minibatch is cut into, metrics and gradients are those of the whole."""
     args = quick_args(script, ent_coef=0.1)
+    monkeypatch.setattr(script, "ppo_loss", with_maximum(script)[0])
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args, samples)
-        metrics, grads = jax.jit(script.loss_gradient, static_argnums=2)(params, batch, args)
-        expected_grads, expected_metrics = jax.grad(script.ppo_loss, has_aux=True)(params, batch, args)
-    close((metrics, grads), (expected_metrics, expected_grads), rtol=1e-9, atol=1e-12)
+        gradient = jax.jit(script.loss_gradient, static_argnums=(0, 3))
+        grads, metrics = gradient(args, params, batch, "cpu")
+        gradient = jax.jit(jax.grad(script.ppo_loss, 1, has_aux=True), static_argnums=0)
+        whole, expected = gradient(args, params, batch)
+        combined = {tag: metric.combine(jnp.bool_(True)) for tag, metric in metrics.items()}
+    close(grads, whole, rtol=1e-9, atol=1e-12)
+    assert combined.keys() == expected.keys()
+    for tag, value in combined.items():
+        np.testing.assert_allclose(value, expected[tag].value, rtol=1e-9, atol=1e-12)
+    assert metrics["losses/ratio_max"].value.size == {64: 1, 3 * 4096: 3, 10_007: 1}[samples]
 
 
-@having("policy")
+# --------------------------------------------------------------------------------------------------
+# Updates
+# --------------------------------------------------------------------------------------------------
+
+
+@having("adam_init", "init_mlp")
 @pytest.mark.parametrize("norm_adv", [True, False])
 def test_epoch_of_one_minibatch_equals_definition(script, norm_adv):
-    """`update_epochs` takes optax's Adam step along the gradient of the loss of the whole batch; against float64."""
-    args = quick_args(script, num_minibatches=1, update_epochs=1, norm_adv=norm_adv, ent_coef=0.1)
+    """`update_epochs` takes optax's Adam step along the gradient of the whole batch; in float64."""
+    options = dict(num_minibatches=1, update_epochs=1, norm_adv=norm_adv, ent_coef=0.1)
+    args = quick_args(script, num_envs=8, num_steps=8, **options)  # 64 samples
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args)
-        definite = batch._replace(advantage=normalized(batch.advantage)) if norm_adv else batch
-        grads = jax.grad(lambda params: script.ppo_loss(params, definite, args)[0])(params)
-        optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(0.1, eps=args.adam_eps))
-        expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params))[0])
-    params, batch = jax.tree.map(lambda x: np.asarray(x).astype("f" if x.dtype == float else "i"), (params, batch))
-    update = lambda batch: script.update_epochs(args, params, script.adam_init(params), batch, 0.1, jax.random.key(0))
-    ours, _, metrics = jax.vmap(update, axis_name=script.AXIS)(jax.tree.map(lambda x: x[None], batch))
-    close(jax.tree.map(lambda x: x[0], ours), expected, rtol=1e-3, atol=1e-3)  # of steps of 0.1
-    close(metrics["losses/grad_norm"][0], optax.tree.norm(grads), rtol=1e-4)
+        definite = batch
+        if norm_adv:
+            definite = batch._replace(advantage=normalized(batch.advantage))
+        grads = jax.grad(lambda params: script.ppo_loss(args, params, definite)[0])(params)
+        clip = optax.clip_by_global_norm(args.max_grad_norm)
+        optimizer = optax.chain(clip, optax.adam(0.1, eps=args.adam_eps))
+        steps, _ = optimizer.update(grads, optimizer.init(params))
+        expected, norm = optax.apply_updates(params, steps), optax.tree.norm(grads)
+
+    def single(x):
+        return np.asarray(x).astype("f" if x.dtype == float else x.dtype)
+
+    params, batch = jax.tree.map(single, (params, batch))
+    epochs = jax.jit(script.update_epochs, static_argnums=(0, 6, 7))
+    opt_state, key = script.adam_init(params), jax.random.key(0)
+    ours, _, metrics = epochs(args, params, opt_state, batch, 0.1, key, None, None)
+    close(ours, expected, rtol=1e-3, atol=1e-3)  # of steps of 0.1
+    close(metrics["losses/grad_norm"], norm, rtol=1e-4)
 
 
-@having("trajectory_values")
+@having("trajectory_values", "init_mlp")
 def test_update_learns_from_the_advantages_of_its_rollout(script, monkeypatch):
-    """What `update` hands to its epochs: the steps of its rollout, their advantages by the definition, and targets."""
-    args = quick_args(script, num_steps=64, total_timesteps=10**5)
+    """What `update` hands to its epochs: its rollout's steps, their advantages, and targets."""
+    args = quick_args(script, num_steps=128, total_timesteps=10**5)  # some episodes end
     rollout, seen = script.rollout, {}
 
     def watched_rollout(*inputs):
         *others, seen["trajectory"] = rollout(*inputs)
         return *others, seen["trajectory"]
 
-    def no_epochs(*inputs):  # learns nothing and hands on what it got as if it were metrics
-        params, opt_state = inputs[-5:-3] if script.__name__ != "ppo_minigrid_rnn" else inputs[-6:-4]
-        (batch,) = (x for x in inputs if isinstance(x, script.Batch))
+    def no_epochs(args, params, opt_state, batch, *others):
+        # Learns nothing and hands on what it got as if it were metrics.
         return params, opt_state, {"batch": batch, "trajectory": seen["trajectory"]}
 
     monkeypatch.setattr(script, "rollout", watched_rollout)
     monkeypatch.setattr(script, "update_epochs", no_epochs)
-    state = script.init_train_state(args, script.seed_keys(args))
-    params, metrics = jax.tree.map(lambda x: x[0], (state.params, script.make_train_step(args)(state)[1]))
+    state, metrics = script.make_train_step(args)(initial(script, args))
     batch, trajectory = metrics["batch"], metrics["trajectory"]
-    if hasattr(trajectory, "value"):
-        values, next_values = (
-            trajectory.value,
-            script.trajectory_values(args, script.make_env(args), params, trajectory),
-        )
-    else:
-        values, next_values = (
-            jax.vmap(script.value, (None, 0))(params, x) for x in (trajectory.obs, trajectory.next_obs)
-        )
+
+    def critic(obs):
+        return np.stack([script.forward(args, state.params, x)[1] for x in obs]).astype(float)
+
+    value, next_value = critic(trajectory.obs), critic(trajectory.next_obs)
     flags = np.asarray(trajectory.terminated), np.asarray(trajectory.truncated)
     assert flags[0].any() or flags[1].any()
-    rewards = getattr(args, "reward_scale", 1.0) * np.asarray(trajectory.reward, float)
-    arrays = rewards, np.asarray(values, float), np.asarray(next_values, float)
-    advantages = definition_of_gae(*arrays, *flags, args.gamma, args.gae_lambda)
-    by_step = lambda x: x.reshape(args.num_steps, args.num_envs)
-    close(by_step(batch.advantage), advantages, rtol=1e-4, atol=1e-5)
-    close(by_step(batch.ret), advantages + values, rtol=1e-4, atol=1e-5)
-    close(by_step(batch.value), values, rtol=1e-5, atol=1e-5)
-    close((by_step(batch.action), by_step(batch.logprob)), (trajectory.action, trajectory.logprob), rtol=0)
-    if hasattr(batch, "obs"):
-        close(batch.obs.reshape(-1, args.num_steps, args.num_envs).swapaxes(0, 1), trajectory.obs, rtol=0)
+    reward = getattr(args, "reward_scale", 1.0) * np.asarray(trajectory.reward, float)
+    arrays = reward, value, next_value, *flags
+    advantage = definition_of_gae(*arrays, args.gamma, args.gae_lambda)
+
+    def by_step(x):
+        return x.reshape(args.num_steps, args.num_envs, *x.shape[1:])
+
+    close(by_step(batch.advantage), advantage, rtol=1e-4, atol=1e-5)
+    close(by_step(batch.target), advantage + value, rtol=1e-4, atol=1e-5)
+    close(by_step(batch.value), value, rtol=1e-5, atol=1e-5)
+    for name in ("obs", "action", "log_prob", "dist"):
+        ours = jax.tree.map(by_step, getattr(batch, name))
+        close(ours, getattr(trajectory, name), rtol=0)
 
 
 def one_update(script, **options):
     """State ({path: array}) and metrics after the first update of a quick run."""
     args = quick_args(script, **options)
-    pool = [script.make_env(args)] if hasattr(script, "make_pool") else []
-    state = script.init_train_state(args, script.seed_keys(args), *pool)
-    state, metrics = script.make_train_step(args, *pool)(state)
+    state, metrics = script.make_train_step(args)(initial(script, args))
     return jax.tree.map(np.asarray, (script.flatten_state(state), metrics))
 
 
-@pytest.mark.parametrize(
-    "script", [m for m in MODULES if m.__name__ != "ppo_swingup_jax"], ids=lambda m: m.__name__, indirect=True
-)  # which has the first one's `update_epochs`
+@having("make_train_step", "train")
 def test_target_kl_skips_the_remaining_epochs(script):
-    """Beyond the limit after one epoch of three: as if it had been the only one."""
-    np.testing.assert_equal(one_update(script, update_epochs=3, target_kl=1e-12), one_update(script, update_epochs=1))
+    """Beyond the limit after one epoch of three: as if it had been the only one, bit for bit."""
+    # In the first minibatch nothing has changed yet: it takes two for a divergence.
+    one = one_update(script, update_epochs=1, num_minibatches=2)
+    np.testing.assert_equal(
+        one_update(script, update_epochs=3, target_kl=1e-12, num_minibatches=2), one
+    )
 
 
-@having("make_train_step", lacking="make_pool")
-def test_no_key_is_used_twice(script):
-    """JAX's checker of key reuse, while tracing a training step."""
-    args = quick_args(script)
-    with jax.debug_key_reuse(True):
-        state = script.init_train_state(args, script.seed_keys(args))
-        script.make_train_step(args).trace(state)
+@having("make_train_step", "train")
+def test_target_kl_skips_the_work(script):
+    """Under plain `jit` an epoch is behind a `cond`; without the flag there is none."""
+    for target_kl, expected in [(0.1, True), (None, False)]:
+        args = quick_args(script, target_kl=target_kl, num_minibatches=2)
+        state = jax.eval_shape(functools.partial(script.init_train_state, args), jax.random.key(0))
+        jaxpr = str(jax.make_jaxpr(functools.partial(script.update, args))(state))
+        assert (" cond[" in jaxpr) == expected
+
+
+@once("update_epochs")
+def test_target_kl_under_vmap(script):
+    """Two agents at once with limits of their own: one stops after its first epoch of three.
+
+    `target_kl` may be a tracer, and a limit never reached changes nothing.
+    """
+    args = quick_args(script, update_epochs=3)
+    state = initial(script, args)
+
+    def update(target_kl):
+        return script.update(dataclasses.replace(args, target_kl=target_kl), state)
+
+    states, metrics = jax.jit(jax.vmap(update))(jnp.array([1e-12, 1e3]))
+    for i, epochs in enumerate([1, 3]):
+        expected, expected_metrics = one_update(script, update_epochs=epochs)
+        ours = script.flatten_state(jax.tree.map(lambda x: x[i], states))  # noqa: B023
+        close(ours, expected, rtol=1e-5, atol=1e-5)
+        close({tag: x[i] for tag, x in metrics.items()}, expected_metrics, 1e-5, 1e-5)
 
 
 @once("update_epochs")
@@ -374,9 +543,54 @@ def test_target_kl_hides_no_losses_that_are_not_finite(script):
     assert not np.isfinite(one_update(script, **options)[1]["losses/grad_norm"])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+@having("train")
+def test_no_key_is_used_twice(script):
+    """JAX's checker of key reuse, while tracing a start, a training step and an evaluation."""
+    args = quick_args(script)
+    with jax.debug_key_reuse(True):
+        state = initial(script, args)
+        script.make_train_step(args).trace(state)
+        jax.make_jaxpr(lambda key: script.evaluate(args, state.params, key))(jax.random.key(0))
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics of a user's own
+# --------------------------------------------------------------------------------------------------
+
+
+@having("Max", "init_mlp")
+@pytest.mark.parametrize("target_kl", [None, 1e-12])
+def test_maximum_is_over_all_minibatches(script, target_kl, monkeypatch):
+    """A metric `Max` added to `ppo_loss`, against what the minibatches had that took place."""
+    ppo_loss, seen = with_maximum(script)
+    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    args = quick_args(script, target_kl=target_kl, num_minibatches=4)
+    _, metrics = jax.block_until_ready(script.make_train_step(args)(initial(script, args)))
+    jax.effects_barrier()
+    assert len(seen) == args.num_minibatches * (args.update_epochs if target_kl is None else 1)
+    assert metrics["losses/ratio_max"] == max(seen) > 1 and len(set(seen)) > 2
+    assert metrics["losses/ratio_max"].shape == ()
+
+
+@having("Max", "init_mlp")
+@pytest.mark.quick
+def test_metric_that_does_not_say_what_it_is(script, monkeypatch):
+    """A bare array among the loss's metrics, which might be anything: a TypeError names it."""
+    original = script.ppo_loss
+
+    def ppo_loss(args, params, batch):
+        loss, metrics = original(args, params, batch)
+        return loss, metrics | {"losses/mine": loss}
+
+    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    args = quick_args(script)
+    with pytest.raises(TypeError, match="losses/mine"):
+        jax.eval_shape(script.make_train_step(args), initial(script, args))
+
+
+# --------------------------------------------------------------------------------------------------
 # Shuffling
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @once("random_permutation")
@@ -393,11 +607,12 @@ def test_permutation_is_one(script, n):
 
 
 @once("random_permutation")
-@pytest.mark.parametrize("n", [5, 8, 16, 100, 128])
+@pytest.mark.parametrize("n", [5, 8, 16, 100, 128, 256])
 def test_permutation_is_uniform(script, n):
-    """Chi-square tests over 50,000 keys: where each of three elements goes, and where pairs of neighbours go."""
+    """Chi-square tests over 50,000 keys: where three elements go, and where neighbours go."""
     keys = jax.random.split(jax.random.key(0), 50_000)
-    orders = np.asarray(jax.jit(jax.vmap(lambda key: script.random_permutation(key, n)))(keys), int)
+    permutations = jax.jit(jax.vmap(lambda key: script.random_permutation(key, n)))
+    orders = np.asarray(permutations(keys), int)
     for i in (0, n // 2, n - 1):
         assert scipy.stats.chisquare(np.bincount(orders[:, i], minlength=n)).pvalue > 1e-4
     for i, j in [(0, 1), (n - 2, n - 1)]:

@@ -8,12 +8,24 @@ import time
 
 import numpy as np
 import pytest
-from conftest import MODULES, QUICK, finish, newest_checkpoint, once, quick_args, run_of, scalars, start
+from conftest import (
+    MODULES,
+    QUICK,
+    environment,
+    finish,
+    having,
+    newest_checkpoint,
+    once,
+    run_main,
+    run_of,
+    scalars,
+    start,
+)
 
 
 @pytest.fixture(scope="session")
 def long_options(script):
-    """The quick run, twenty times as long: long enough to be stopped after its first checkpoint."""
+    """The quick run, twenty times as long: to be stopped after its first checkpoint."""
     quick = QUICK[script.__name__]
     return quick | {"total_timesteps": 20 * quick["total_timesteps"]}
 
@@ -23,13 +35,18 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
-STOPS = [(module, signal.SIGKILL, -9) for module in MODULES if not hasattr(module, "make_pool")]  # emulators are lost
-STOPS += [(MODULES[0], signal.SIGTERM, 143), (MODULES[0], signal.SIGINT, 130)]  # `main` and `train` treat both alike
+# Of every script but those with emulators, whose games are lost; `main` treats both signals alike.
+STOPS = [(module, signal.SIGKILL, -9) for module in MODULES if not hasattr(module, "make_pool")]
+STOPS += [(MODULES[0], signal.SIGTERM, 143), (MODULES[0], signal.SIGINT, 130)]
 
 
-@pytest.mark.parametrize("script, number, code", STOPS, indirect=["script"], ids=lambda x: getattr(x, "__name__", None))
-def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupted_run, number, code, tmp_path):
-    """Every array of the last checkpoint and every logged value but the SPS equal those of the uninterrupted run."""
+@pytest.mark.parametrize(
+    "script, number, code", STOPS, indirect=["script"], ids=lambda x: getattr(x, "__name__", None)
+)
+def test_stopped_and_resumed_run_ends_the_same(
+    script, long_options, uninterrupted_run, number, code, tmp_path
+):
+    """Every array of the last checkpoint and every logged value but the SPS: bit for bit."""
     process = start(script, tmp_path, **long_options)
     while not list(tmp_path.glob("runs/*/checkpoints/*.npz")):
         assert process.poll() is None
@@ -42,15 +59,21 @@ def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupt
     resume = f"--resume runs/{run_dir.name}"
     if number != signal.SIGKILL:
         assert resume in stdout and not stderr
-        assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["status"] == "interrupted" and "eval_return_mean" not in summary
+        batch_size = summary["num_envs"] * summary["num_steps"]
+        assert summary["total_timesteps"] == int(newest_checkpoint(run_dir).stem) * batch_size
 
-    result = subprocess.run([sys.executable, f"{script.__name__}.py", *resume.split()], cwd=tmp_path)
+    program = [sys.executable, f"{script.__name__}.py", *resume.split()]
+    result = subprocess.run(program, cwd=tmp_path, env=environment())
     assert result.returncode == 0 and run_of(tmp_path) == run_dir
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
-    with np.load(newest_checkpoint(run_dir)) as ours, np.load(newest_checkpoint(uninterrupted_run)) as expected:
+    ours, expected = (np.load(newest_checkpoint(run)) for run in (run_dir, uninterrupted_run))
+    with ours, expected:
         assert ours.files == expected.files
         for name in expected.files:
-            assert ours[name].dtype == expected[name].dtype and ours[name].tobytes() == expected[name].tobytes(), name
+            assert ours[name].dtype == expected[name].dtype
+            assert ours[name].tobytes() == expected[name].tobytes(), name
     logged, expected = scalars(run_dir), scalars(uninterrupted_run)
     steps = {tag: [step for step, _ in events] for tag, events in logged.items()}
     assert steps == {tag: [step for step, _ in events] for tag, events in expected.items()}
@@ -58,20 +81,67 @@ def test_stopped_and_resumed_run_ends_the_same(script, long_options, uninterrupt
     assert logged == expected
 
 
-@once("train")
+@once("StopSignals")
+def test_second_interrupt_ends_at_once(script, tmp_path):
+    """All updates are one call of the device, for minutes; nobody waits for them twice."""
+    sizes = dict(num_envs=64, num_steps=128, total_timesteps=10**9, eval_episodes=1)
+    process = start(script, tmp_path, log_interval=10**5, checkpoint_interval=10**5, **sizes)
+    assert "compiled" in process.stdout.readline()  # printed just before training
+    time.sleep(3)
+    try:
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+        process.wait(timeout=30)
+        assert process.returncode == -signal.SIGINT
+    finally:
+        process.kill()  # the one of this test
+        process.communicate()
+    assert not list(run_of(tmp_path).glob("summary.json"))
+
+
+@once("StopSignals")
+def test_interrupt_while_compiling_ends_at_once(script, tmp_path):
+    """Without a run folder, hence without a summary."""
+    env = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
+    process = start(script, tmp_path, env=env, **QUICK[script.__name__])
+    for line in process.stderr:
+        if "Compiling jit(train_chunk)" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate()
+    assert process.returncode == -signal.SIGINT and not stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@once("StopSignals")
+@pytest.mark.quick
+def test_signals_in_turn(script):
+    """The first one is remembered; then, and after `with`, the handlers of before are in place."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with script.StopSignals() as signals:
+        assert not signals.received
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert signal.getsignal(number) is signal.SIG_DFL
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@having("StopSignals", "train")
 def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
-    """SIGTERM during the evaluation for a video, before a checkpoint is due: there is one to resume from."""
-    evaluate = script.evaluate
+    """SIGTERM during a video, before a checkpoint is due: there is one to resume from."""
+    record_video = script.record_video
 
     def stopping(*args):
         signal.raise_signal(signal.SIGTERM)
-        return evaluate(*args)
+        return record_video(*args)
 
-    monkeypatch.setattr(script, "evaluate", stopping)
-    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
+    monkeypatch.setattr(script, "record_video", stopping)
+    options = dict(capture_video=True, video_interval=3, checkpoint_interval=100)
     with pytest.raises(SystemExit) as exit:
-        script.main(quick_args(script, capture_video=True, video_interval=3, checkpoint_interval=100, **folders))
+        run_main(script, tmp_path, **options)
     run_dir = run_of(tmp_path)
     assert exit.value.code == 143 and f"--resume {run_dir}" in capsys.readouterr().out
     _, state = script.load_run(run_dir)
-    assert (state.update == 3).all()
+    assert (np.asarray(state.update) == 3).all()

@@ -1,6 +1,7 @@
-"""ppo_swingup_jax.py: the physics, the reward, the Gaussian policy and the video, and whether it learns."""
+"""ppo_swingup_jax.py: physics, reward, Gaussian policy and video, and whether it learns."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -9,24 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from conftest import having
 
 pytestmark = having("CartPoleSwingUp")
 
-GRAVITY, CART, POLE, HALF, TAU = 9.8, 1.0, 0.1, 0.5, 0.02  # the task's constants, written down once more
+GRAVITY, CART, POLE, HALF, TAU = 9.8, 1.0, 0.1, 0.5, 0.02  # the task's constants, once more
 
 
 def accelerations(state, force):
     """Float64 (x_acc, theta_acc) of a cart with a uniform rod, from its Euler-Lagrange equations.
 
-    Lagrangian: CART x'^2 / 2 + POLE |v|^2 / 2 + (POLE HALF^2 / 3) theta'^2 / 2 - POLE GRAVITY HALF cos(theta), with
-    v = (x' + HALF theta' cos(theta), -HALF theta' sin(theta)) the velocity of the rod's centre.
+    Lagrangian: CART x'^2 / 2 + POLE |v|^2 / 2 + (POLE HALF^2 / 3) theta'^2 / 2
+    - POLE GRAVITY HALF cos(theta), with v = (x' + HALF theta' cos(theta), -HALF theta' sin(theta))
+    the velocity of the rod's centre.
     """
     _, _, theta, theta_dot = state
     coupling = POLE * HALF * np.cos(theta)
     mass = np.array([[CART + POLE, coupling], [coupling, POLE * HALF**2 * 4 / 3]])
-    forces = [force + POLE * HALF * np.sin(theta) * theta_dot**2, POLE * GRAVITY * HALF * np.sin(theta)]
-    return np.linalg.solve(mass, forces)
+    push = force + POLE * HALF * np.sin(theta) * theta_dot**2
+    return np.linalg.solve(mass, [push, POLE * GRAVITY * HALF * np.sin(theta)])
 
 
 def reward(state, action):
@@ -43,13 +46,16 @@ def reward(state, action):
     )
 
 
+@pytest.mark.quick
 def test_step_equals_numpy(script):
-    """10,000 random states and actions, clipped ones too: successor, reward and flag as NumPy computes them."""
+    """10,000 random states and actions, also clipped ones: successor, reward, flag as in NumPy."""
     rng = np.random.default_rng(0)
     states = rng.uniform([-2.5, -4, -7, -10], [2.5, 4, 7, 10], (10_000, 4)).astype(np.float32)
     actions = rng.normal(0, 1.5, 10_000).astype(np.float32)
-    result = jax.jit(jax.vmap(script.CartPoleSwingUp().step))(states, actions)
+    step = jax.jit(jax.vmap(script.CartPoleSwingUp().step, (None, 0, 0)))
+    result = step(None, script.SwingUpState(*states.T), actions[:, None])
     next_states, rewards, terminated = (np.asarray(x) for x in result)
+    next_states = next_states.T
     upright = 0
     for i, (state, action) in enumerate(zip(states.astype(float), actions.astype(float))):
         x_acc, theta_acc = accelerations(state, 20 * min(max(action, -1), 1))
@@ -60,83 +66,92 @@ def test_step_equals_numpy(script):
         if abs(abs(expected[0]) - 2.4) > 1e-5:
             assert terminated[i] == (abs(expected[0]) > 2.4)
         upright += np.cos(expected[2]) > 0.95
-    assert upright > 500 and 100 < terminated.sum() < 9_000 and (np.abs(actions) > 1).sum() > 1_000
+    assert upright > 500 and 100 < terminated.sum() < 9_000
+    assert (np.abs(actions) > 1).sum() > 1_000
 
 
 def energy(state):
     """Mechanical energy of cart and rod, float64."""
     _, x_dot, theta, theta_dot = np.asarray(state, float)
-    centre = (x_dot + HALF * theta_dot * np.cos(theta)) ** 2 + (HALF * theta_dot * np.sin(theta)) ** 2
+    centre = (x_dot + HALF * theta_dot * np.cos(theta)) ** 2
+    centre += (HALF * theta_dot * np.sin(theta)) ** 2
     kinetic = CART * x_dot**2 + POLE * centre + POLE * HALF**2 / 3 * theta_dot**2
     return kinetic / 2 + POLE * GRAVITY * HALF * np.cos(theta)
 
 
 def test_energy_drift_is_first_order(script):
-    """One second without force conserves mechanical energy but for a drift that halves with the step size."""
+    """One second without force conserves energy but for a drift that halves with the step size."""
 
     def drift(tau):
         env = script.CartPoleSwingUp(tau=tau)
-        step = lambda state, _: (env.step(state, 0.0)[0], None)
-        start = jnp.array([0.0, 0.3, 2.0, 1.0])
+
+        def step(state, _):
+            return env.step(None, state, jnp.zeros(1))[0], None
+
+        start = script.SwingUpState(*jnp.array([0.0, 0.3, 2.0, 1.0]))
         return energy(jax.lax.scan(step, start, length=round(1 / tau))[0]) - energy(start)
 
     drifts = [drift(tau) for tau in (4e-3, 2e-3, 1e-3)]
     assert abs(drifts[0]) > 1e-3
-    assert drifts[0] / drifts[1] == pytest.approx(2, rel=0.1) and drifts[1] / drifts[2] == pytest.approx(2, rel=0.1)
+    assert drifts[0] / drifts[1] == pytest.approx(2, rel=0.1)
+    assert drifts[1] / drifts[2] == pytest.approx(2, rel=0.1)
 
 
+@pytest.mark.quick
 def test_starts_and_observation(script):
-    """Random starts fill the circle, hanging ones lie within 0.05 rad of straight down; observations as specified."""
-    for start, low, high in [("random", -math.pi, math.pi), ("hanging", math.pi - 0.05, math.pi + 0.05)]:
-        x, x_dot, theta, theta_dot = np.asarray(script.CartPoleSwingUp(start=start).reset(jax.random.key(0), (10_000,)))
+    """Random starts fill the circle, hanging ones lie within 0.05 rad of straight down."""
+    ranges = {"random": (-math.pi, math.pi), "hanging": (math.pi - 0.05, math.pi + 0.05)}
+    keys = jax.random.split(jax.random.key(0), 10_000)
+    for start, (low, high) in ranges.items():
+        states = jax.vmap(script.CartPoleSwingUp().with_start(start).reset)(keys)
+        x, x_dot, theta, theta_dot = np.asarray(states)
         for values, (lowest, highest) in [(x, (-1, 1)), (theta, (low, high))]:
             assert lowest - 1e-6 <= values.min() and values.max() <= highest + 1e-6
             counts = np.histogram(values, 20, (lowest, highest))[0]
             assert abs(counts - 500).max() < 110  # five standard deviations
         assert not x_dot.any() and not theta_dot.any()
-    obs = script.CartPoleSwingUp().observe(jnp.array([1.2, -1.0, 2.0, 6.0]))
+    obs = script.CartPoleSwingUp().observe(script.SwingUpState(1.2, -1.0, 2.0, 6.0))
     np.testing.assert_allclose(obs, [0.5, -0.5, math.cos(2), math.sin(2), 2.0], rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_gaussian(script):
-    """Log-probability and entropy against jax.scipy and the integral; sampled and greedy actions."""
-    norm = jax.scipy.stats.norm
-    mean, action = jax.random.normal(jax.random.key(0), (2, 1000))
-    for log_std in (-2.0, -0.5, 0.5):
-        dist = mean, jnp.float32(log_std)
-        logprob = script.action_logprob(dist, action)
-        np.testing.assert_allclose(logprob, norm.logpdf(action, mean, math.exp(log_std)), rtol=1e-4, atol=1e-4)
-        grid = np.linspace(-20, 20, 400_001)
-        p = np.exp(-0.5 * (grid / math.exp(log_std)) ** 2) / (math.exp(log_std) * math.sqrt(2 * math.pi))
-        integral = -np.sum(p * np.log(np.maximum(p, 1e-300))) * (grid[1] - grid[0])
-        assert float(script.entropy(dist)) == pytest.approx(integral, abs=1e-5)
-        noise = script.sample_noise(jax.random.key(1), 100_000)
-        sample = script.sample_action((jnp.full(100_000, 0.3), dist[1]), noise)
-        assert float(sample.mean()) == pytest.approx(0.3, abs=5 * math.exp(log_std) / 316)
-        assert float(sample.std()) == pytest.approx(math.exp(log_std), rel=0.02)
-        np.testing.assert_array_equal(script.greedy_action(dist), mean)
+    """Densities and entropies of three actions against SciPy; sampled and greedy actions."""
+    rng = np.random.default_rng(0)
+    mean, action = rng.normal(size=(2, 1000, 3)).astype("f")
+    log_std = rng.uniform(-2, 0.5, (1000, 3)).astype("f")
+    dist = script.Gaussian(mean=jnp.asarray(mean), log_std=jnp.asarray(log_std))
+    norm = scipy.stats.norm(mean.astype(float), np.exp(log_std.astype(float)))
+    np.testing.assert_allclose(dist.log_prob(action), norm.logpdf(action).sum(-1), rtol=1e-4)
+    np.testing.assert_allclose(dist.entropy(), norm.entropy().sum(-1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(dist.mode(), mean)
+    many = script.Gaussian(mean=jnp.full((100_000, 1), 0.3), log_std=jnp.full((100_000, 1), -1.0))
+    samples = np.asarray(many.sample(jax.random.key(1)))[:, 0]
+    assert scipy.stats.kstest(samples, scipy.stats.norm(0.3, math.exp(-1.0)).cdf).pvalue > 1e-3
 
 
-def test_log_std_is_clipped(script):
-    """The policy's deviation stays in [e^-2, e^0.5]; the parameter's gradient is right inside and zero outside."""
-    params = script.init_params(jax.random.key(0), script.CartPoleSwingUp())
-    assert float(params["log_std"]) == -0.5
-    obs, action = jnp.ones((5, 3)), jnp.array([0.5, -1.0, 2.0])
+@pytest.mark.quick
+def test_deviation_stays_in_its_limits_and_comes_back(script):
+    """It lies in [e^-2, e^0.5], starts at e^-0.5, and has a gradient on the way out and back."""
+    args, env = script.Args(), script.CartPoleSwingUp()
+    params = script.init_agent(args, jax.random.key(0), env)
+    obs = jnp.ones((3, 5))
 
-    def loss(log_std):
-        return script.action_logprob(script.policy(params | {"log_std": log_std}, obs), action).sum()
+    def log_std(spread):
+        dist, _ = script.forward(args, params | {"spread": jnp.array([spread])}, obs)
+        return dist.log_std[0, 0]
 
-    mean, _ = script.policy(params, obs)
-    for log_std in (-3.0, -1.9, -0.5, 0.4, 0.7):
-        used = float(script.policy(params | {"log_std": jnp.float32(log_std)}, obs)[1])
-        assert used == pytest.approx(min(max(log_std, -2), 0.5))
-        slope = (((action - mean) / math.exp(log_std)) ** 2 - 1).sum()  # d logprob / d log_std
-        expected = float(slope) if -2 < log_std < 0.5 else 0.0
-        assert float(jax.grad(loss)(jnp.float32(log_std))) == pytest.approx(expected, rel=1e-4)
+    assert float(log_std(params["spread"][0])) == pytest.approx(-0.5, abs=1e-6)
+    for spread in (-100.0, -5.0, 0.0, 5.0, 100.0):
+        assert -2 <= log_std(spread) <= 0.5
+    for spread in (-5.0, -1.0, 0.0, 1.0, 5.0):
+        difference = (log_std(spread + 0.05) - log_std(spread - 0.05)) / 0.1
+        slope = float(jax.grad(log_std)(spread))
+        assert slope == pytest.approx(float(difference), rel=0.02) and slope > 1e-4
 
 
 def test_success(script):
-    """On hand-made trajectories: on the track all the time, and upright in each of the last 100 steps."""
+    """On the track all the time, and upright in each of the last 100 steps."""
     states = np.zeros((501, 4, 6), np.float32)
     states[:401, 2] = math.pi  # 401 states hanging, then 100 upright: a success
     states[401, 2, 1] = math.acos(0.94)  # upright for 99 steps only
@@ -144,30 +159,34 @@ def test_success(script):
     states[401:, 2, 3] = 2 * math.pi + math.acos(0.96)  # a whole turn further, and tilted
     states[200, 0, 4] = -2.41  # leaves the track
     states[500:, 0, 5] = 2.41  # leaves it with the last step
-    np.testing.assert_array_equal(script.CartPoleSwingUp().succeeded(states), [True, False, False, True, False, False])
+    episodes = script.SwingUpState(*states.swapaxes(0, 1))  # of [501, 6]
+    success = jax.vmap(script.CartPoleSwingUp().succeeded, in_axes=1)(episodes)
+    np.testing.assert_array_equal(success, [True, False, False, True, False, False])
 
 
 def test_rollout_truncates_and_never_exceeds_the_maximum(script, monkeypatch):
-    """Episodes end after 500 steps, also across rollouts, and no reported return exceeds 1,250."""
-    sizes = dict(num_envs=64, num_steps=80, total_timesteps=200 * 64 * 80, num_minibatches=4, update_epochs=1)
-    args = script.Args(train_episode_steps=500, **sizes)
-    state, train_step = script.init_train_state(args, script.seed_keys(args)), script.make_train_step(args)
+    """Episodes end after 500 steps, also across rollouts, and no return exceeds 1,250."""
+    sizes = dict(num_envs=64, num_steps=80, num_minibatches=4, update_epochs=1)
+    args = script.Args(train_episode_steps=500, total_timesteps=200 * 64 * 80, **sizes)
+    state = jax.jit(functools.partial(script.init_train_state, args))(jax.random.key(1))
+    train_step = script.make_train_step(args)
     for _ in range(20):
         state, metrics = train_step(state)
-        episodes = jax.tree.map(np.asarray, state.episodes)
-        assert (episodes.length < 500).all()
-        finished = np.isfinite(episodes.last_ret)
-        assert (episodes.last_ret[finished] <= 2.5 * episodes.last_length[finished]).all()
-        assert (episodes.last_length[finished] <= 500).all() and not metrics["charts/episodic_return"] > 1250
+        stats = jax.tree.map(np.asarray, state.stats)
+        assert (stats.running_length < 500).all()
+        finished = np.isfinite(stats.last_return)
+        assert (stats.last_return[finished] <= 2.5 * stats.last_length[finished]).all()
+        assert (stats.last_length[finished] <= 500).all()
+        assert not metrics["charts/episodic_return"] > 1250
     assert finished.all()
-    # A pole that rests upright in the centre earns exactly the maximum: nothing may be lost or counted twice.
-    monkeypatch.setattr(script, "sample_noise", lambda key, shape: jnp.zeros(shape))
-    params = jax.tree.map(lambda x: jnp.zeros_like(x[0]), state.params)
-    episodes = jax.tree.map(lambda x: jnp.zeros_like(x[0]), state.episodes)
+    # A pole at rest upright in the centre earns exactly the maximum: nothing is lost or counted
+    # twice.
+    monkeypatch.setattr(script.Gaussian, "sample", lambda dist, key: jnp.zeros_like(dist.mean))
     args = dataclasses.replace(args, num_steps=501)
-    rollout = jax.jit(script.rollout, static_argnums=(0, 1))
-    _, episodes, steps = rollout(args, script.make_env(args), params, jnp.zeros((4, 64)), episodes, jax.random.key(0))
-    np.testing.assert_array_equal(episodes.last_ret, 1250.0)
+    zeros = jax.tree.map(jnp.zeros_like, (state.params, state.env_state, state.stats))
+    rollout = jax.jit(functools.partial(script.rollout, args, script.make_env(args)))
+    _, stats, steps = rollout(*zeros, jax.random.key(0))
+    np.testing.assert_array_equal(stats.last_return, 1250.0)
     np.testing.assert_array_equal(np.asarray(steps.truncated).argmax(0), 499)
 
 
@@ -184,47 +203,78 @@ def test_arguments_that_follow_the_number_of_environments(script):
 
 def test_training_episodes_are_short(script):
     """`train_episode_steps` truncates in training, while an evaluation plays 500 steps."""
-    args = script.Args(num_envs=8, num_steps=64, num_minibatches=1, train_episode_steps=10, eval_episodes=4)
-    state, metrics = script.make_train_step(args)(script.init_train_state(args, script.seed_keys(args)))
-    assert np.nanmax(state.episodes.last_length) == 10 and metrics["charts/episodic_length"] <= 10
-    states = script.evaluate(args, state.params, script.evaluation_keys(args))[3]
-    assert states.shape[1] == 501
-    angles = np.asarray(states[0, 0, 2])  # of two episodes from each kind of start
-    assert script.STARTS == ("random", "hanging") and (abs(angles[1] - math.pi) <= 0.05).all()
-    assert (abs(abs(angles[0]) - math.pi) > 0.05).any()
+    sizes = dict(num_envs=8, num_steps=64, num_minibatches=1, eval_episodes=4)
+    args = script.Args(train_episode_steps=10, **sizes)
+    state = jax.jit(functools.partial(script.init_train_state, args))(jax.random.key(1))
+    state, metrics = script.make_train_step(args)(state)
+    assert np.nanmax(state.stats.last_length) == 10 and metrics["charts/episodic_length"] <= 10
+    evaluation = jax.jit(functools.partial(script.evaluate, args))(state.params, jax.random.key(2))
+    angles = []
+    for _, states in evaluation.panels:  # a random start, a hanging one, another random one
+        assert states.theta.shape == (501,)
+        angles.append(abs(float(states.theta[0])))
+    assert abs(angles[1] - math.pi) <= 0.05 and angles[0] != angles[2]
+    assert evaluation.success.keys() == {"random", "hanging"}
+
+
+def test_environment_without_extras(script, monkeypatch, tmp_path):
+    """Two actions; neither kinds of start nor success nor pictures: it trains all the same."""
+
+    class Point:
+        action_size = 2
+        max_episode_steps = 20
+
+        def reset(self, key):
+            return jax.random.uniform(key, (2,))
+
+        def step(self, key, state, action):
+            return state + 0.1 * action, -(state**2).sum(), jnp.bool_(False)
+
+        def observe(self, state):
+            return state
+
+    monkeypatch.setattr(script, "make_env", lambda args: Point())
+    flags = ["--num-envs", "8", "--num-steps", "16", "--total-timesteps", "256"]
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--videos-dir", str(tmp_path / "videos")]
+    script.main([*flags, *folders, "--eval-episodes", "3"])
+    (path,) = tmp_path.glob("runs/*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["success_rate"] == {} and summary["eval_length_mean"] == 20
+    assert not list(tmp_path.glob("videos/*/*"))
 
 
 @pytest.mark.parametrize("x", [-2.4, 0.0, 2.4])
 def test_frame(script, x):
-    """The whole pole is in the picture at every angle and its tip is where the angle says, to scale with the cart."""
-    is_pole = lambda image: (np.abs(image.astype(int) - (204, 153, 102)).sum(-1)) < 30
+    """The whole pole is in the picture at every angle, and its tip is where the angle says."""
     for theta in np.linspace(-math.pi, math.pi, 37):
-        image = script.CartPoleSwingUp().render(np.array([x, 0.0, theta, 0.0]))
+        image = script.CartPoleSwingUp().render(script.SwingUpState(x, 0.0, theta, 0.0))
         assert image.shape == (300, 400, 3) and image.dtype == np.uint8
         border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
         assert (border == 255).all()
-        rows, columns = np.nonzero(is_pole(image))
+        rows, columns = np.nonzero(np.abs(image.astype(int) - (204, 153, 102)).sum(-1) < 30)
         scale = 400 / (2.2 * 3.4)
         along = (columns - (200 + x * scale)) * math.sin(theta) - (rows - 150) * math.cos(theta)
         across = (columns - (200 + x * scale)) * math.cos(theta) + (rows - 150) * math.sin(theta)
         assert along.max() == pytest.approx(scale, abs=2.5)  # the pole is one metre long
         assert np.abs(across).max() < 4
     dark = np.nonzero((image < 60).all(-1))
-    assert (dark[1].min() <= 200 - 2.3 * scale) and (dark[1].max() >= 200 + 2.3 * scale)  # the track
+    assert dark[1].min() <= 200 - 2.3 * scale and dark[1].max() >= 200 + 2.3 * scale  # the track
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
 def test_video(script, tmp_path):
-    """Three panels of 400x300 with white spacers, 50 frames a second; a panel whose episode has ended stands still."""
-    args = script.Args(num_seeds=1, eval_episodes=2)
-    params = script.init_params(jax.random.key(0), script.make_env(args))
-    evaluation = script.evaluate(args, jax.tree.map(lambda x: x[None], params), script.evaluation_keys(args))
-    returns, lengths, successes, states = evaluation
-    lengths = jnp.full_like(lengths, 20).at[0, 0, 0].set(5)
-    states = states.at[:, 6:, :, 0, 0].set(states[:, 5:6, :, 0, 0])  # the first panel's, frozen as `evaluate` does
-    script.record_video(args, tmp_path / "new" / "video.mp4", (returns, lengths, successes, states))
+    """Three panels of 400x300 with white gaps, 50 frames a second; an ended one stands still."""
+    args = script.Args(eval_episodes=2)
+    params = script.init_agent(args, jax.random.key(0), script.make_env(args))
+    evaluation = jax.jit(functools.partial(script.evaluate, args))(params, jax.random.key(3))
+    panels = [(jnp.int32(20), states) for _, states in evaluation.panels]
+    states = jax.tree.map(lambda x: x.at[6:].set(x[5]), panels[0][1])  # as `evaluate` does
+    panels[0] = (jnp.int32(5), states)
+    evaluation = jax.tree.map(lambda x: x[None], evaluation._replace(panels=panels))
+    path = script.record_video(args, evaluation, tmp_path / "new", "video")
+    assert path == tmp_path / "new" / "video.mp4"
     with imageio.get_reader(tmp_path / "new" / "video.mp4") as reader:
-        frames = np.stack([frame for frame in reader])  # list() would trust its length, which is infinite
+        frames = np.stack([frame for frame in reader])  # list() would trust its infinite length
         assert reader.get_meta_data()["fps"] == 50
     assert frames.shape == (21, 300, 1240, 3)
     for spacer in (slice(402, 418), slice(822, 838)):
@@ -235,7 +285,7 @@ def test_video(script, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:os.fork")
 def test_default_flags_learn(script, default_run):
-    """The greedy policy of a default run succeeds from both starts; nothing earns more than is possible."""
+    """The greedy policy of a default run succeeds from both starts; none earns the impossible."""
     summary = json.loads((default_run / "summary.json").read_text())
     assert summary["eval_episodes"] == 1024 and summary["total_timesteps"] <= 2_000_000
     assert min(summary["success_rate"].values()) >= 0.99  # an untrained policy: 0.00

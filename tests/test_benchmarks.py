@@ -1,0 +1,217 @@
+"""The programs of benchmarks/, each at its smallest size in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import QUICK, QUICK_COMPILATION, ROOT, environment, words_of
+
+FOLDER = ROOT / "benchmarks"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
+SMALL = "num_envs=4 num_steps=8 num_minibatches=1 update_epochs=1".split()
+SMALL_MINIGRID = [*SMALL, "rnn_hidden_dim=8", "head_hidden_dim=8"]
+
+
+def run(program, *words):
+    """Runs a program with these words to its successful end; returns its standard output."""
+    if program == "default_runs":
+        pytest.importorskip("matplotlib")
+    env = environment()
+    env["XLA_FLAGS"] += QUICK_COMPILATION
+    command = [sys.executable, str(FOLDER / f"{program}.py"), *map(str, words)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def measured(program, folder, *words):
+    """The rows of a program's JSON file, by name."""
+    out = folder / "out.json"
+    run(program, *words, "--out", out)
+    return {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def needs_history():
+    """Skips where git does not know the scripts, say in an unpacked archive."""
+    show = ["git", "show", "HEAD:ppo_cartpole_jax.py"]
+    if subprocess.run(show, cwd=ROOT, capture_output=True).returncode != 0:
+        pytest.skip("no history")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help(program):
+    """Every program can be imported and describes itself."""
+    assert run(program, "--help").startswith(f"usage: {program}.py")
+
+
+# --------------------------------------------------------------------------------------------------
+# sps.py
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_sps_of_a_script(name, tmp_path):
+    """Training is timed, and its products are a share of the machine's peak."""
+    if "atari" in name:
+        pytest.importorskip("envpool")
+    fields = SMALL_MINIGRID if "minigrid" in name else SMALL
+    words = ["--rounds", "1", "--only", f"{name} defaults", *fields]
+    rows = measured("sps", tmp_path, *words)
+    (row,) = rows.values()
+    assert row["sps"] > 0 and row["compile_seconds"] > 0 and 0 < row["mfu"] < 1
+
+
+def test_sps_scaling(tmp_path):
+    """Sizes grow by factors of four up to the largest one."""
+    words = "--rounds 1 --scaling num-seeds --largest 4".split()
+    rows = measured("sps", tmp_path, *words, *SMALL)
+    assert list(rows) == ["ppo_cartpole_jax num_seeds=1", "ppo_cartpole_jax num_seeds=4"]
+    flops = [row["product_flops_per_step"] for row in rows.values()]
+    assert flops[0] == flops[1]
+
+
+def test_sps_large(tmp_path):
+    """The notebook's setting, made small, in both types of products."""
+    rows = measured("sps", tmp_path, "--rounds", "1", "--large", "--only", "rnn", *SMALL_MINIGRID)
+    assert [row["product_dtype"] for row in rows.values()] == ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--stack"]])
+def test_sps_env_only(flags, tmp_path):
+    """One of ours, and xminigrid's beside it where that is installed."""
+    words = ["--rounds", "1", "--env-only", *flags, "--only", "FourRooms", "num_envs=16"]
+    rows = measured("sps", tmp_path, *words)
+    assert rows["ppo_minigrid_rnn FourRooms"]["base_is_faster"] == 1
+
+
+def test_sps_compare(tmp_path):
+    """Peers that are not installed are left out. Products of the CartPole script, counted by hand:
+
+    A rollout passes the actor once, the values pass the critic and a quarter more (one more step
+    in eight, and one for truncations). An epoch passes both forwards and nearly twice backwards.
+    """
+    rows = measured("sps", tmp_path, "--rounds", "1", "--compare", "--only", "ppo_", *SMALL)
+    assert list(rows) == ["ppo_cartpole_jax"]
+    flops = rows["ppo_cartpole_jax"]["product_flops_per_step"]
+    actor, critic = (4 * 64 + 64 * 64 + 64 * outputs for outputs in (2, 1))
+    first_layers = 2 * 4 * 64  # no gradient reaches the observations
+    play = actor + critic * (1 + 2 / 8)
+    learn = 3 * (actor + critic) - first_layers
+    assert flops == 2 * (play + learn)
+
+
+def test_sps_atari(tmp_path):
+    """The parts of an Atari step."""
+    pytest.importorskip("envpool")
+    rows = measured("sps", tmp_path, "--rounds", "1", "--atari", *SMALL)
+    assert len(rows) == 6 and all(row["sps"] > 0 for row in rows.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# The others
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_profile(name):
+    """The operations of an update, the longest first."""
+    if "atari" in name:
+        pytest.importorskip("envpool")
+    fields = SMALL_MINIGRID if "minigrid" in name else SMALL
+    title, header, *lines = run("profile_update", name, *fields, "--top", "3").splitlines()
+    assert "ms per update of 32 steps" in title and "operation" in header
+    durations = [float(line.split()[0]) for line in lines]
+    assert len(durations) == 3 and durations == sorted(durations, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["cartpole", "atari"])
+def test_versions(name, tmp_path):
+    """A script beside itself as it was committed last."""
+    needs_history()
+    if name == "atari":
+        pytest.importorskip("envpool")
+    words = ["--against", "HEAD", "--only", name, "--pairs", "1", "--compilations", "1", *SMALL]
+    (row, *_) = measured("versions", tmp_path, *words).values()
+    assert row["sps"] > 0 and row["sps_before"] > 0 and len(row["rounds"]) == 1
+
+
+@pytest.mark.quick
+def test_code_lines():
+    """A line for each script and version."""
+    assert len(run("code_lines").splitlines()) == len(QUICK)
+    needs_history()
+    assert len(run("code_lines", "--against", "HEAD").splitlines()) == 2 * len(QUICK)
+
+
+def test_default_runs(tmp_path):
+    """Two seeds of a quick run: their evaluations, the curve and its picture."""
+    quick = words_of(**QUICK["ppo_swingup_jax"])
+    words = ["ppo_swingup_jax", "--seeds", "2", "--cache", "--out", tmp_path / "out", "--", *quick]
+    run("default_runs", *words)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [row["seed"] for row in result["runs"]] == [1, 2]
+    assert set(result["runs"][0]["success_rate"]) == {"random", "hanging"}
+    assert len(result["curve"]["steps"]) == len(result["curve"]["mean_return"]) > 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("flag", [[], ["--cut"], ["--img-obs"]])
+def test_minigrid_learning(flag, tmp_path):
+    """Success in both programs' environments after a very short training."""
+    pytest.importorskip("minigrid")
+    small = dict(num_envs=8, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
+    words = ["Empty-8x8", *flag, "--total-timesteps", "128", "--episodes", "6"]
+    words += ["--eval-mode", "sampled", "--folder", tmp_path, "--out", tmp_path / "out.json"]
+    run("minigrid_learning", *words, "--", *words_of(**small))
+    (result,) = json.loads((tmp_path / "out.json").read_text()).values()
+    assert result["total_timesteps"] == 128 and result["eval_episodes"] == 6
+    assert result["args"]["env_id"] == "MiniGrid-Empty-8x8-v0"
+    for name in ("success_rate", "farama_success_rate"):
+        assert result[name] * 6 == pytest.approx(round(result[name] * 6))
+
+
+def test_cut_recurrence():
+    """The agent's outputs depend on what it sees now only: not on its state, nor on the past."""
+    pytest.importorskip("minigrid")
+    code = """
+import sys
+import jax, jax.numpy as jnp
+sys.path.insert(0, "benchmarks")
+import minigrid_learning
+from minigrid_learning import script
+
+def outputs():
+    args = script.Args(rnn_hidden_dim=8)
+    state = jax.jit(lambda key: script.init_train_state(args, key))(jax.random.key(0))
+    env = script.make_env(args)
+    inputs = script.make_inputs(env, state.env_state, state.agent_state)
+    inputs = inputs._replace(start=jnp.zeros(args.num_envs, bool))
+    state_of = lambda x: jnp.full((args.num_envs, 1, 8), x)
+    once = lambda x: script.forward_step(args, state.params, inputs, state_of(x))[1]
+    return once(0.0), once(0.5)
+
+zero, half = outputs()
+assert (zero != half).any()
+minigrid_learning.cut_recurrence()
+cut_zero, cut_half = outputs()
+assert (cut_zero == cut_half).all()
+assert jnp.allclose(cut_zero, zero)
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_atari_learning(tmp_path):
+    """Random play and a very short training on the same emulators."""
+    pytest.importorskip("envpool")
+    quick = QUICK["ppo_atari_envpool_xla_jax"] | {"num_envs": 4, "total_timesteps": 256}
+    del quick["eval_episodes"]
+    words = ["--episodes", "2", "--folder", tmp_path / "runs", "--out", tmp_path / "out.json"]
+    run("atari_learning", *words, "--", *words_of(**quick))
+    result = json.loads((tmp_path / "out.json").read_text())["Breakout-v5"]
+    (trained,) = result["runs"]
+    assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "whole-games"
+    assert result["random_return_mean"] >= 0 and trained["curve"]

@@ -1,0 +1,97 @@
+"""README's Python snippets, run as they stand beside unmodified scripts."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, scalars
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def snippet(*words):
+    """The only snippet that contains all of these words."""
+    (block,) = [block for block in BLOCKS if all(word in block for word in words)]
+    return block
+
+
+def run(block, folder):
+    """Runs a snippet in a folder with copies of the scripts; returns its standard output."""
+    for script in ROOT.glob("ppo_*.py"):
+        shutil.copy(script, folder)
+    env = os.environ | {"XLA_FLAGS": ""}  # one device, as most users have
+    command = [sys.executable, "-c", block]
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def summary_of(folder):
+    """summary.json of the only run in a folder."""
+    (path,) = folder.glob("runs/*/summary.json")
+    return json.loads(path.read_text())
+
+
+def test_every_snippet_is_run():
+    """The snippets that the tests below pick, and one that test_cartpole.py runs, are all."""
+    assert len(BLOCKS) == len(SOLVED) + len(LEARNED) + len(OTHERS) + 1
+
+
+SOLVED = {  # words of the snippet: the lowest greedy return
+    "class Acrobot:": -100,
+    "class Gymnax:": 500,
+    '"trunk":': 500,
+    "flax.linen": 500,
+    "losses/ratio_max": 500,
+    "def symlog": 500,
+    "class Pendulum:": -200,
+    "class Point:": -12,  # at rest in the corner it would be about -77
+}
+LEARNED = {"def t_maze_level": 0.95, "class ResetLSTM": 0.95}  # the lowest success rate
+OTHERS = ["class Args(ppo.Args)", "over_keys = jax.vmap", "train_step = ppo.make_train_step"]
+
+
+@pytest.mark.parametrize("words", SOLVED)
+def test_snippet_solves_its_task(words, tmp_path):
+    """Default flags; the return of the greedy policy over 100 episodes."""
+    run(snippet(words), tmp_path)
+    assert summary_of(tmp_path)["eval_return_mean"] >= SOLVED[words]
+    if words == "losses/ratio_max":
+        (run_dir,) = tmp_path.glob("runs/*")
+        values = [value for _, value in scalars(run_dir)["losses/ratio_max"]]
+        # The mean of a ratio is about 1, its maximum over thousands of samples is not.
+        assert len(values) == 244 and min(values) > 1 and max(values) > 1.2
+
+
+@pytest.mark.parametrize("words", LEARNED)
+def test_snippet_learns_its_level(words, tmp_path):
+    """Success of the greedy policy of the recurrent agent."""
+    run(snippet(words), tmp_path)
+    assert summary_of(tmp_path)["success_rate"] >= LEARNED[words]
+
+
+def test_new_flags(tmp_path):
+    """They are parsed, used, saved and read again on resume."""
+    run(snippet("class Args(ppo.Args)"), tmp_path)
+    args = summary_of(tmp_path)["args"]
+    assert (args["hidden"], args["advantage_scale"]) == ([32, 32], 0.5)
+    (run_dir,) = tmp_path.glob("runs/*")
+    resume = f'ppo.main(["--resume", "{run_dir}"])\n'
+    block = re.sub(r"ppo\.main\(.*\)\n", resume, snippet("class Args(ppo.Args)"))
+    assert "is finished" in run(block, tmp_path)
+
+
+def test_sweep(tmp_path):
+    """Twelve agents; of the four learning rates the smallest is the worst."""
+    numbers = re.findall(r"\d+\.\d*", run(snippet("over_keys = jax.vmap"), tmp_path))
+    returns = [float(number) for number in numbers]
+    assert len(returns) == 4 and min(returns) == returns[0] and max(returns) > 300
+
+
+def test_loop(tmp_path):
+    """One agent, one update a call."""
+    assert float(run(snippet("train_step = ppo.make_train_step"), tmp_path)) > 300

@@ -1,0 +1,373 @@
+"""Where people push: `train` under jit and vmap, jits that compile once, changed copies.
+
+Everything here holds one agent's functions against runs of their own.
+"""
+
+import ast
+import dataclasses
+import doctest
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import edited_copy, having, load, once, quick_args, quick_words, run_of, words_of
+
+
+def close(ours, expected, tolerance=1e-5):
+    """Asserts that two trees, in which keys may be leaves, have nearly the same leaves."""
+
+    def compare(x, y):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_allclose(x, y, tolerance, tolerance)
+
+    jax.tree.map(compare, ours, expected)
+
+
+def short_args(script, updates=1, **options):
+    """`Args` of a run of a few updates."""
+    args = quick_args(script, **options)
+    return dataclasses.replace(args, total_timesteps=updates * args.batch_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# jit and vmap
+# --------------------------------------------------------------------------------------------------
+
+
+@having("train")
+def test_train_equals_its_steps(script):
+    """Three updates in one program: state and metrics of `make_train_step` called three times."""
+    args, key = short_args(script, updates=3), jax.random.key(0)
+    state, metrics = jax.jit(script.train, static_argnums=0)(args, key)
+    expected = jax.jit(script.init_train_state, static_argnums=0)(args, key)
+    train_step = script.make_train_step(args)
+    for update in range(3):
+        expected, row = train_step(expected)
+        close({tag: value[update] for tag, value in metrics.items()}, row, 1e-4)
+    close(state, expected, 1e-4)
+
+
+@having("train")
+def test_sweep_over_learning_rates_and_seeds(script):
+    """`jit(vmap(train))` over two rates times two seeds: each agent is that of its own run."""
+    args = short_args(script)
+
+    def agent(learning_rate, key):
+        return script.train(dataclasses.replace(args, learning_rate=learning_rate), key)
+
+    rates = jnp.repeat(jnp.array([1e-3, 1e-2]), 2)
+    keys = jnp.tile(jax.vmap(jax.random.key)(jnp.arange(2)), 2)
+    together = jax.jit(jax.vmap(agent))(rates, keys)
+    alone = jax.jit(agent)
+    for i in range(4):
+        close(jax.tree.map(lambda x: x[i], together), alone(rates[i], keys[i]))  # noqa: B023
+    norms = np.asarray(together[1]["losses/grad_norm"])
+    assert len(np.unique(norms)) == 4  # four agents, none twice
+
+
+FLOATS = dict(  # value of the base run, another value
+    learning_rate=(1e-3, 1e-2),
+    gamma=(0.99, 0.5),
+    gae_lambda=(0.95, 0.2),
+    clip_coef=(0.1, 0.01),
+    ent_coef=(0.01, 1.0),
+    vf_coef=(0.5, 2.0),
+    max_grad_norm=(0.5, 0.05),
+    adam_eps=(1e-5, 1e-2),
+)
+
+
+@having("train")
+def test_sweep_over_every_float(script):
+    """Each float of `Args` in turn has another value, all as tracers of one program.
+
+    Every agent equals a run whose floats are Python numbers, and every float has an effect.
+    """
+    args = short_args(script, num_minibatches=2, clip_vloss=True, norm_adv=True)
+    fields = [f.name for f in dataclasses.fields(args) if f.type in (float, "float")]
+    others = {name: (getattr(args, name), 0.5 * getattr(args, name)) for name in fields}
+    values = others | FLOATS
+    assert FLOATS.keys() <= set(fields)
+    rows = [{name: base for name, (base, _) in values.items()}]
+    rows += [rows[0] | {name: other} for name, (_, other) in values.items()]
+    key = jax.random.key(0)
+
+    def agent(floats):
+        return script.train(dataclasses.replace(args, **floats), key)
+
+    together = jax.jit(jax.vmap(agent))(
+        {name: jnp.array([row[name] for row in rows]) for name in values}
+    )
+    one_by_one = jax.jit(agent)  # floats are tracers here too, but of one agent
+    agents = [jax.tree.map(lambda x: x[i], together) for i in range(len(rows))]  # noqa: B023
+    for row, ours in zip(rows, agents, strict=True):
+        close(ours, one_by_one({name: jnp.float32(value) for name, value in row.items()}))
+    assert one_by_one._cache_size() == 1
+    everything = {name: other for name, (_, other) in values.items()}
+    for row in (rows[0], everything):
+        expected = jax.jit(lambda row=row: agent(row))()
+        close(one_by_one({name: jnp.float32(value) for name, value in row.items()}), expected)
+    base = jax.tree.leaves(agents[0][0].params)
+    for name, ours in zip(values, agents[1:], strict=True):
+        leaves = jax.tree.leaves(ours[0].params)
+        assert any((x != y).any() for x, y in zip(base, leaves, strict=True)), name
+
+
+@having("train")
+@pytest.mark.quick
+def test_start_under_jit_and_vmap(script):
+    """`init_train_state` gives the same state op by op, under `jit` and under `vmap`."""
+    args, keys = short_args(script), jax.vmap(jax.random.key)(jnp.arange(2))
+    jitted = jax.jit(script.init_train_state, static_argnums=0)
+    together = jax.jit(jax.vmap(lambda key: script.init_train_state(args, key)))(keys)
+    close(jitted(args, keys[0]), script.init_train_state(args, keys[0]))
+    for k in range(2):
+        close(jax.tree.map(lambda x: x[k], together), jitted(args, keys[k]))  # noqa: B023
+    first, second = (jax.tree.leaves(jitted(args, key).params) for key in keys)
+    assert any((a != b).any() for a, b in zip(first, second, strict=True))
+
+
+@having("train")
+def test_jitted_update_equals_op_by_op(script):
+    """Fusions of XLA, some of which were wrong (jax-ml/jax#39103), against single operations."""
+    args = short_args(script, num_envs=4, num_steps=6, num_minibatches=2, update_epochs=1)
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+    together = jax.jit(lambda state: script.update(args, state))(state)
+    batched = jax.jit(jax.vmap(lambda state: script.update(args, state)))(
+        jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    )
+    with jax.disable_jit():
+        expected = script.update(args, state)
+    close(together, expected)
+    close(jax.tree.map(lambda x: x[1], batched), expected)
+
+
+@having("train")
+def test_train_step_compiles_once(script):
+    """For the state of `jit(init_train_state)` and for its own; both are donated."""
+    args = short_args(script, updates=3)
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+    train_step = script.make_train_step(args)
+    for _ in range(3):
+        before = jax.tree.leaves(state.params)
+        state, _ = train_step(state)
+        assert all(leaf.is_deleted() for leaf in before)
+    assert train_step._cache_size() == 1
+
+
+@having("train")
+def test_train_chunk_compiles_once(script):
+    """For the state of `init_agents`, for its own, for a checkpoint's, and for any length."""
+    args = short_args(script, updates=9, num_seeds=2)
+    train_chunk, state = script.make_train_chunk(args), script.init_agents(args)
+    for length in (1, 2, 1):
+        before = jax.tree.leaves(state.params)
+        state, metrics = train_chunk(state, jnp.int32(length))
+        assert all(leaf.is_deleted() for leaf in before)
+    assert train_chunk._cache_size() == 1
+    assert metrics["losses/policy_loss"].shape == (script.chunk_size(args), 2)
+    assert np.asarray(state.update).tolist() == [4, 4]
+
+
+@having("train")
+def test_train_chunk_takes_a_loaded_state(script, tmp_path):
+    """A checkpoint's arrays lie as those of `init_agents`: no second compilation."""
+    args = short_args(script, updates=9)
+    train_chunk, state = script.make_train_chunk(args), script.init_agents(args)
+    state, _ = train_chunk(state, jnp.int32(1))
+    script.save_checkpoint(tmp_path, state)
+    loaded = script.load_checkpoint(args, tmp_path)
+    close(loaded, state, 0)
+    expected, _ = train_chunk(state, jnp.int32(2))
+    ours, _ = train_chunk(loaded, jnp.int32(2))
+    close(ours, expected, 0)
+    assert train_chunk._cache_size() == 1
+
+
+@having("init_mlp", "train")
+def test_replaced_functions_count(script, monkeypatch):
+    """Jits are made anew: a `forward` or `make_env` replaced after a first run is used."""
+    args = short_args(script)
+
+    def first_update():
+        state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+        state, metrics = script.make_train_step(args)(state)
+        return float(metrics["losses/entropy"]), float(metrics["losses/value_loss"])
+
+    before, forward, make_env = first_update(), script.forward, script.make_env
+
+    def other_forward(args, params, obs):
+        dist, value = forward(args, params, obs)
+        return jax.tree.map(lambda x: 3 + 2 * x, dist), value + 5
+
+    monkeypatch.setattr(script, "forward", other_forward)
+    changed = first_update()
+    assert changed[0] != before[0] and changed[1] != before[1]
+    monkeypatch.setattr(script, "forward", forward)
+    shorter = dataclasses.replace(make_env(args), max_episode_steps=2)
+    monkeypatch.setattr(script, "make_env", lambda args: shorter)
+    assert first_update()[1] != before[1]
+
+
+@having("init_mlp")
+@pytest.mark.quick
+def test_observations_without_batch_axis(script):
+    """One observation, or a batch of other ones, is an error that names the shape."""
+    args = short_args(script)
+    env = script.make_env(args)
+    params = script.init_agent(args, jax.random.key(0), env)
+    obs = env.observe(env.reset(jax.random.key(0)))
+    dist, value = script.forward(args, params, obs[None])
+    assert value.shape == (1,) and dist.sample(jax.random.key(0)).shape[0] == 1
+    wrong = [obs, jnp.zeros((3, obs.size + 1)), jnp.zeros((2, 3, *obs.shape)), jnp.zeros(())]
+    for array in wrong:
+        with pytest.raises(ValueError) as error:
+            script.forward(args, params, array)
+        assert str(array.shape) in str(error.value)
+
+
+@once("where_done")
+@pytest.mark.quick
+def test_states_of_any_shape_and_type(script):
+    """`where_done` chooses whole states, whatever arrays they consist of."""
+    rng = np.random.default_rng(0)
+
+    def state():
+        keys = jax.vmap(jax.random.key)(jnp.asarray(rng.integers(100, size=3)))
+        return {
+            "a": rng.normal(size=3).astype("f"),
+            "b": (rng.integers(9, size=(3, 2, 4)), rng.random((3, 1)) < 0.5),
+            "key": keys,
+        }
+
+    fresh, running, done = state(), state(), jnp.array([True, False, True])
+    chosen = script.where_done(done, fresh, running)
+    for n in range(3):
+        expected = jax.tree.map(lambda x: x[n], fresh if done[n] else running)  # noqa: B023
+        close(jax.tree.map(lambda x: x[n], chosen), expected, 0)  # noqa: B023
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_doctests(script):
+    """The worked examples in the docstrings."""
+    failed, attempted = doctest.testmod(script)
+    assert failed == 0 and attempted > 0
+
+
+@pytest.mark.quick
+def test_platform_is_a_value(script):
+    """What is traced is told its platform: no script asks for JAX's default one."""
+    assert "default_backend" not in pathlib.Path(script.__file__).read_text()
+
+
+# --------------------------------------------------------------------------------------------------
+# Copies of a script, changed
+# --------------------------------------------------------------------------------------------------
+
+FIELDS = '''
+    # Mine
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """which one"""
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """units of the hidden layers"""
+    warmup: int = 0
+    """updates with a smaller learning rate"""
+    log_std_init: float = -0.5
+    """of the actions"""
+    note: str | None = None
+    """a word"""
+'''
+
+
+def with_fields(script, path, future=False):
+    """A copy of the script with more fields in `Args`, the last ones before its properties."""
+    source = pathlib.Path(script.__file__).read_text()
+    tree = ast.parse(source)
+    (args,) = [node for node in tree.body if getattr(node, "name", None) == "Args"]
+    fields = [node for node in args.body if isinstance(node, ast.AnnAssign | ast.Expr)]
+    lines = source.splitlines(keepends=True)
+    lines.insert(fields[-1].end_lineno, FIELDS)
+    if future:
+        lines.insert(tree.body[0].end_lineno, "\nfrom __future__ import annotations\n")
+    path.write_text("".join(lines))
+    copy = load(path)
+    copy.__name__ = script.__name__  # under which QUICK has flags for it
+    return copy
+
+
+@having("train")
+@pytest.mark.parametrize("future", [False, True])
+def test_fields_of_any_type(script, future, tmp_path, capsys):
+    """Fields that a user adds to `Args`: shown by --help, saved, loaded, resumed; also a sweep."""
+    mine = with_fields(script, tmp_path / f"mine_{future}.py".lower(), future)
+    with pytest.raises(SystemExit) as exit:
+        mine.main(["--help"])
+    text = capsys.readouterr().out
+    assert exit.value.code == 0
+    for flag in ("--optimizer", "--hidden-sizes", "--warmup", "--log-std-init", "--note"):
+        assert flag in text
+
+    new = dict(optimizer="sgd", hidden_sizes=(32, 16), warmup=3, log_std_init=-1.5, note="x y")
+    steps = 2 * quick_args(script).batch_size
+    mine.main(quick_words(mine, tmp_path, total_timesteps=steps, **new))
+    run_dir = run_of(tmp_path)
+    saved = json.loads((run_dir / "args.json").read_text())
+    assert {name: saved[name] for name in new} == new | {"hidden_sizes": [32, 16]}
+    args, state = mine.load_run(run_dir)
+    assert {name: getattr(args, name) for name in new} == new
+    assert np.asarray(state.update).tolist() == [2]
+    assert mine.parse_args(words_of(resume=run_dir)).hidden_sizes == (32, 16)
+    with pytest.raises(mine.UsageError, match="--hidden-sizes"):
+        mine.parse_args(words_of(resume=run_dir, hidden_sizes=(32, 17)))
+    hash(args)  # static under jit
+
+
+@having("train")
+@pytest.mark.parametrize("sizes", [(), (7,)])
+def test_tuples_survive_saving(script, sizes, tmp_path):
+    """Also an empty one."""
+    mine = with_fields(script, tmp_path / f"mine_{len(sizes)}.py")
+    args = mine.Args(hidden_sizes=sizes)
+    mine.write_json(tmp_path / "args.json", vars(args))
+    assert mine.load_args(tmp_path) == args
+
+
+@having("train")
+def test_copy_with_more_fields_loads_runs_of_the_original(script, tmp_path):
+    """The new fields have their defaults."""
+    mine = with_fields(script, tmp_path / "mine_more.py")
+    script.write_json(tmp_path / "args.json", vars(quick_args(script)))
+    args = mine.load_args(tmp_path)
+    assert args.hidden_sizes == (64, 64) and args.num_steps == quick_args(script).num_steps
+
+
+@once("init_mlp")
+def test_vector_observations_of_other_shape_and_three_actions(script, tmp_path):
+    """Only the environment changes: observations [2, 3] of whole numbers, one more action."""
+    if not hasattr(script, "CartPole"):
+        pytest.skip("written for CartPole's text")
+    mine = edited_copy(
+        script,
+        tmp_path / "grid.py",
+        ("    num_actions: int = 2\n", "    num_actions: int = 3\n"),
+        (
+            "        return jnp.stack(state)\n",
+            "        seen = jnp.stack([*state, state.x, state.theta])\n"
+            "        return (100 * seen).astype(jnp.int8).reshape(2, 3)\n",
+        ),
+    )
+    mine.__name__ = script.__name__
+    mine.main(quick_words(mine, tmp_path))
+    args, state = mine.load_run(run_of(tmp_path))
+    params = jax.tree.map(lambda x: x[0], state.params)
+    dist, value = mine.forward(args, params, jnp.zeros((5, 2, 3), jnp.int8))
+    assert dist.logits.shape == (5, 3) and value.shape == (5,)
