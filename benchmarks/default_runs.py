@@ -1,10 +1,12 @@
-"""Runs a script once per seed, each in a process of its own; writes the evaluations and a learning curve.
+"""Runs a script once per seed, each in a process of its own; writes evaluations and the curve.
 
     python benchmarks/default_runs.py ppo_cartpole_jax --seeds 20
     python benchmarks/default_runs.py ppo_swingup_jax --seeds 2 --out FILE -- --num-envs 1024
 
-Flags after `--` go to the script. Results: <out>.json (per seed: evaluation, SPS, seconds; the mean curve) and
-<out>.png (mean and 95% bootstrap band over the seeds of charts/episodic_return).
+Flags after `--` go to the script. Every process compiles its programs itself, like the first one on
+a machine; with --cache it may load what an earlier one has compiled. Results: <out>.json (per seed:
+evaluation, SPS, seconds; the mean curve) and <out>.png (mean and 95% bootstrap band over the seeds
+of charts/episodic_return).
 """
 
 import argparse
@@ -19,7 +21,6 @@ import sys
 import tempfile
 import time
 
-import jax
 import matplotlib
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,11 +31,12 @@ import matplotlib.pyplot as plt
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def run_seed(script, seed, flags, folder):
-    """Runs the script; returns (summary with the measured whole seconds of the process, steps, returns)."""
+def run_seed(script, seed, flags, folder, cache):
+    """Runs the script; returns (summary with the seconds of the whole process, steps, returns)."""
     start = time.perf_counter()
     command = [sys.executable, str(ROOT / f"{script}.py"), "--seed", str(seed), *flags]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    env = os.environ | ({} if cache else {"JAX_ENABLE_COMPILATION_CACHE": "false"})
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=env)
     seconds = time.perf_counter() - start
     (run,) = (folder / "runs").glob(f"*__{seed}__*")
     events = EventAccumulator(str(run)).Reload().Scalars("charts/episodic_return")
@@ -43,35 +45,39 @@ def run_seed(script, seed, flags, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("script")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--cache", action="store_true", help="load what was compiled before")
     parser.add_argument("--out", type=pathlib.Path, help="path of the results without suffix")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     if flags and not choice.out:
-        parser.error("--out is needed with flags of the script: the other results are those of its defaults")
+        parser.error("flags of the script need --out: other results are those of its defaults")
     out = choice.out or ROOT / "benchmarks" / "results" / f"{choice.script}_default_runs"
 
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(choice.first_seed, choice.first_seed + choice.seeds):
-            runs.append(run_seed(choice.script, seed, flags, pathlib.Path(folder)))
-            summary = runs[-1][0]
-            success = f", success {summary['success_rate']}" if "success_rate" in summary else ""
-            print(f"seed {seed:3d}: return {summary['eval_return_mean']:.1f}{success},"
-                  f" {summary['process_seconds']:.1f} s", flush=True)  # fmt: skip
+            run = run_seed(choice.script, seed, flags, pathlib.Path(folder), choice.cache)
+            summary = run[0]
+            runs.append(run)
+            text = f"seed {seed:3d}: return {summary['eval_return_mean']:.3f}"
+            if "success_rate" in summary:
+                text += f", success {summary['success_rate']}"
+            print(f"{text}, {summary['process_seconds']:.1f} s", flush=True)
 
     summaries = [summary for summary, _, _ in runs]
-    keys = (
-        "seed eval_return_mean eval_return_std success_rate sps compile_seconds train_seconds process_seconds".split()
-    )
+    keys = "seed eval_return_mean eval_return_std success_rate sps compile_seconds train_seconds"
+    keys, cores = [*keys.split(), "process_seconds"], len(os.sched_getaffinity(0))
     result = {
         "command": "python benchmarks/default_runs.py " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
-        "device": f"{summaries[0]['device_kind']}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "device": f"{summaries[0]['device_kind']}, {platform.machine()}, {cores} cores",
+        "versions": {"python": platform.python_version(), "jax": summaries[0]["jax_version"]},
+        "compilation_cache": choice.cache,
         "total_timesteps": summaries[0]["total_timesteps"],
         "median_process_seconds": statistics.median(s["process_seconds"] for s in summaries),
         "runs": [{key: summary[key] for key in keys if key in summary} for summary in summaries],

@@ -1,23 +1,26 @@
-"""What ppo_minigrid_rnn.py learns, id by id: success here and with the same weights in Farama's own environments.
+"""What ppo_minigrid_rnn.py learns, id by id: success here and in Farama's own environments.
 
-    python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9     # these ids; without any, all of RUNS
-    python benchmarks/minigrid_learning.py --cut MemoryS13          # the same agent whose hidden state is always zero
-    python benchmarks/minigrid_learning.py --img-obs Empty-8x8      # from pixels
+    python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9  # without any id, all of RUNS
+    python benchmarks/minigrid_learning.py --cut MemoryS13  # its hidden state is always zero
+    python benchmarks/minigrid_learning.py --img-obs Empty-8x8  # from pixels
+    python benchmarks/minigrid_learning.py FourRooms --out FILE -- --learning-rate 5e-4
 
-Every id is trained by the script's `main` and evaluated over 1,024 episodes of its own; then Farama's environments play
-as many, with actions from the same weights. Results go to benchmarks/results/minigrid_learning.json, one entry per run.
+Every id is trained by the script's `main`, to which the flags after `--` go, and evaluated over
+1,024 episodes of its own; then Farama's environments play as many, with actions from the same
+weights. Results go to benchmarks/results/minigrid_learning.json, one entry per run.
 """
 
 import argparse
 import datetime
-import functools
 import json
 import os
 import pathlib
 import platform
 import sys
 import tempfile
+import time
 
+import flax.linen as nn
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -30,10 +33,11 @@ sys.path.insert(0, str(ROOT))
 import ppo_minigrid_rnn as script  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "minigrid_learning.json"
-EPISODES = 1024
-# Flags that differ from the script's defaults. Memory rewards half of the episodes from the start, so advantages can be
-# normalised; what it needs is entropy, to look around before walking on.
-MEMORY = dict(num_envs=256, num_steps=64, num_minibatches=8, gae_lambda=0.95, norm_adv=True, ent_coef=0.03)
+# Flags that differ from the script's defaults. Memory rewards half of the episodes from the start,
+# so advantages can be normalised; what it needs is entropy, to look around before walking on.
+MEMORY = dict(
+    num_envs=256, num_steps=64, num_minibatches=8, gae_lambda=0.95, norm_adv=True, ent_coef=0.03
+)
 RUNS = {
     "Empty-8x8": dict(),
     "Empty-16x16": dict(total_timesteps=400_000),
@@ -49,93 +53,146 @@ RUNS = {
 }
 
 
+class ForgetfulGRU(script.GRU):
+    """The GRU of an agent that starts at every step."""
+
+    @nn.compact
+    def __call__(self, x, h, start):
+        return super().__call__(x, jnp.zeros_like(h), jnp.ones_like(start))
+
+
 def cut_recurrence():
-    """Makes every hidden state start from zero: what is left of the memory are the previous action and reward."""
-    gru = script.gru
-    script.gru = lambda projected, recurrent, bias, hidden, start: gru(
-        projected, recurrent, bias, jnp.zeros_like(hidden), jnp.ones_like(start)
-    )
+    """Makes every hidden state zero: what is left of the memory are previous action and reward."""
+    script.GRU = ForgetfulGRU
 
 
-def farama_success(args, params, seed=0, side_by_side=128):
-    """Share of EPISODES in Farama's environment that end with a positive reward."""
-    env = script.make_env(args)
-    blank = script.initial_memory(args, env, side_by_side)
-    noise = np.random.default_rng(seed)
+def words_of(options):
+    """The command line's words of {flag: value}."""
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={value}")
+    return words
+
+
+def farama_success(args, params, episodes):
+    """Share of this many episodes in Farama's environment that end with a positive reward."""
+    side_by_side = min(128, episodes)
+    blank = script.init_agent_state(args, side_by_side)
 
     @jax.jit
-    def act(image, direction, memory, uniform):
-        inputs = script.Inputs(image, direction, memory.action, memory.reward)
-        inputs = jax.tree.map(lambda x: x[None], inputs)
-        dist, _, hidden = (x[0] for x in script.forward(args, env, params, inputs, memory.hidden))
-        sampled = args.eval_mode == "sampled"
-        return script.sample_action(dist, uniform) if sampled else script.greedy_action(dist), hidden
+    def act(obs, agent_state, key):
+        inputs = script.Inputs(
+            obs=obs,
+            prev_action=agent_state.prev_action,
+            prev_reward=agent_state.prev_reward,
+            start=agent_state.start,
+        )
+        dist, _, rnn_state = script.forward_step(args, params, inputs, agent_state.rnn_state)
+        action = dist.sample(key) if args.eval_mode == "sampled" else dist.mode()
+        return action, rnn_state
 
-    look = functools.partial(RGBImgPartialObsWrapper, tile_size=8) if args.img_obs else lambda game: game
-    games, successes = [look(gymnasium.make(args.env_id)) for _ in range(side_by_side)], 0
-    for batch in range(EPISODES // side_by_side):
-        seeds = range(batch * side_by_side, (batch + 1) * side_by_side)
-        observations = [game.reset(seed=seed + s)[0] for game, s in zip(games, seeds)]
-        memory, running = blank, np.ones(side_by_side, bool)
+    def make_game():
+        game = gymnasium.make(script.find_env(args.env_id).env_id)
+        return RGBImgPartialObsWrapper(game, tile_size=8) if args.img_obs else game
+
+    games, key = [make_game() for _ in range(side_by_side)], jax.random.key(0)
+    successes, played = 0, 0
+    while played < episodes:
+        running = played + np.arange(side_by_side) < episodes
+        observations = [game.reset(seed=played + i)[0] for i, game in enumerate(games)]
+        agent_state = blank
         while running.any():
-            image = np.stack([obs["image"] for obs in observations])
-            direction = np.array([obs["direction"] for obs in observations], np.int32)
-            action, hidden = act(image, direction, memory, noise.random(side_by_side, np.float32))
-            rewards = np.zeros(side_by_side, np.float32)
+            obs = {
+                "image": np.stack([obs["image"] for obs in observations]),
+                "direction": np.array([obs["direction"] for obs in observations], np.int32),
+            }
+            key, action_key = jax.random.split(key)
+            action, rnn_state = act(obs, agent_state, action_key)
+            rewards, chosen = np.zeros(side_by_side, np.float32), np.asarray(action)
             for i in np.flatnonzero(running):
-                observations[i], rewards[i], terminated, truncated, _ = games[i].step(int(action[i]))
+                outcome = games[i].step(int(chosen[i]))
+                observations[i], rewards[i], terminated, truncated, _ = outcome
                 running[i] = not (terminated or truncated)
             successes += (rewards > 0).sum()
-            memory = script.Memory(hidden, action, jnp.asarray(rewards))
-    return float(successes / EPISODES)
+            agent_state = script.AgentState(
+                rnn_state=rnn_state,
+                prev_action=action,
+                prev_reward=rewards,
+                start=np.zeros(side_by_side, bool),
+            )
+        played += side_by_side
+    return float(successes / episodes)
 
 
-def run(env_id, cut, img_obs, seed, eval_mode, total_timesteps, folder):
-    options = RUNS[env_id] | {"img_obs": img_obs}
-    options |= {"total_timesteps": total_timesteps} if total_timesteps else {}
-    flags = dict(
-        env_id=env_id, seed=seed, eval_episodes=EPISODES, eval_mode=eval_mode, exp_name="cut" if cut else "gru"
-    )
-    args = script.Args(**flags, **options, runs_dir=f"{folder}/runs", videos_dir=f"{folder}/videos")
-    script.main(args)
-    run_dir = max(pathlib.Path(folder, "runs").glob(f"{args.env_id}__{args.exp_name}__{seed}__*"))
-    args, state = script.load_run(run_dir)
+def run(env_id, choice, flags):
+    """Trains on an id and evaluates; returns the entry of the results."""
+    options = RUNS[env_id] | {
+        "env_id": env_id,
+        "seed": choice.seed,
+        "eval_episodes": choice.episodes,
+        "eval_mode": choice.eval_mode,
+        "exp_name": "cut" if choice.cut else "gru",
+        "img_obs": choice.img_obs,
+        "runs_dir": f"{choice.folder}/runs",
+        "videos_dir": f"{choice.folder}/videos",
+    }
+    if choice.total_timesteps:
+        options["total_timesteps"] = choice.total_timesteps
+    start = time.perf_counter()
+    script.main([*words_of(options), *flags])
+    seconds = time.perf_counter() - start
+    name = f"{script.full_id(env_id)}__{options['exp_name']}__{choice.seed}__*"
+    run_dir = max(pathlib.Path(choice.folder, "runs").glob(name))  # the latest
+
     summary = json.loads((run_dir / "summary.json").read_text())
-    names = (
-        "total_timesteps train_seconds compile_seconds wall_seconds sps eval_mode eval_episodes success_rate".split()
-    )
-    result = {name: summary[name] for name in [*names, "eval_return_mean"]} | {"seed": seed}
-    result["args"] = {k: v for k, v in vars(args).items() if k not in ("runs_dir", "videos_dir", "resume", "eval")}
-    result["farama_success_rate"] = farama_success(args, jax.tree.map(lambda x: x[0], state.params))
-    result |= {"date": datetime.date.today().isoformat(), "device": f"{summary['backend']}, {platform.machine()}"}
-    return result | {"cpu_count": len(os.sched_getaffinity(0)), "jax": jax.__version__}
+    names = "total_timesteps train_seconds compile_seconds sps eval_mode eval_episodes success_rate"
+    result = {name: summary[name] for name in [*names.split(), "eval_return_mean", "seed"]}
+    result["wall_seconds"] = seconds
+    paths = ("runs_dir", "videos_dir", "resume", "eval")
+    result["args"] = {name: x for name, x in summary["args"].items() if name not in paths}
+    args, state = script.load_run(run_dir)
+    params = jax.tree.map(lambda x: x[0], state.params)
+    result["farama_success_rate"] = farama_success(args, params, choice.episodes)
+    result["date"] = datetime.date.today().isoformat()
+    result["device"] = f"{summary['backend']}, {platform.machine()}"
+    return result | {"cpu_count": len(os.sched_getaffinity(0)), "jax": summary["jax_version"]}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ids", nargs="*", help="environments, spelled as in RUNS; if none, all of these")
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("ids", nargs="*", help="environments, as in RUNS; if none, all of these")
     parser.add_argument("--cut", action="store_true", help="train without recurrence")
     parser.add_argument("--img-obs", action="store_true", help="train from pixels")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-timesteps", type=int, help="instead of those in RUNS")
-    parser.add_argument("--eval-mode", default="greedy", choices=script.EVAL_MODES)
-    parser.add_argument(
-        "--folder", default=f"{tempfile.gettempdir()}/minigrid_learning", help="for the runs and videos"
-    )
-    choice = parser.parse_args()
+    parser.add_argument("--eval-mode", default="greedy", choices=["greedy", "sampled"])
+    parser.add_argument("--episodes", type=int, default=1024, help="of each evaluation")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    folder = f"{tempfile.gettempdir()}/minigrid_learning"
+    parser.add_argument("--folder", default=folder, help="for the runs and videos")
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     if unknown := set(choice.ids) - set(RUNS):
         parser.error(f"{unknown} not among {list(RUNS)}")
+    if flags and choice.out == RESULTS:
+        parser.error("flags of the script need --out: other results are those of RUNS")
+    jax.config.update("jax_enable_compilation_cache", False)  # `compile_seconds` are in full
     if choice.cut:
         cut_recurrence()
     for env_id in choice.ids or RUNS:
-        options = choice.seed, choice.eval_mode, choice.total_timesteps, choice.folder
-        result = run(env_id, choice.cut, choice.img_obs, *options)
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        result = run(env_id, choice, flags)
+        results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
         variant = " without recurrence" * choice.cut + " from pixels" * choice.img_obs
         variant += f" in {choice.total_timesteps} steps" if choice.total_timesteps else ""
         name = f"{env_id}{variant}, {choice.eval_mode}, seed {choice.seed}"
-        RESULTS.write_text(json.dumps(results | {name: result}, indent=2) + "\n")
-        print(f"{name}: {result['success_rate']:.3f}, in Farama's {result['farama_success_rate']:.3f}", flush=True)
+        choice.out.write_text(json.dumps(results | {name: result}, indent=2) + "\n")
+        rates = f"{result['success_rate']:.3f}, in Farama's {result['farama_success_rate']:.3f}"
+        print(f"{name}: {rates}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""Speed of the scripts beside that of an earlier commit, alternated in one process; writes JSON.
+
+    python benchmarks/versions.py --against 96b6b48                  # all of them
+    python benchmarks/versions.py --against 96b6b48 --only cartpole  # with this word
+
+Both versions compile and warm up, then train in turn, about a second each, `--pairs` times.
+Reported are medians of steps per second and of the ratio new / old over the pairs, which a
+drifting machine hardly touches. Compilations are alternated too, each in full, without a cache.
+Words like num_envs=16 set fields of the scripts' arguments on top of everything else.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+from sps import COMPARED, PACKAGES, ROOT, parse_fields, version
+
+SCRIPTS = ("ppo_cartpole_jax", "ppo_swingup_jax", "ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax")
+
+
+def load(path, name):
+    """A script as a module with a name of its own, so that two versions fit into one process."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_old(commit, name, folder):
+    """The script as it was at a commit."""
+    show = ["git", "show", f"{commit}:{name}.py"]
+    text = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    path = pathlib.Path(folder, f"old_{name}.py")
+    path.write_text(text)
+    return load(path, f"old_{name}")
+
+
+class Trainer:
+    """A version of a script with its compiled training program and state."""
+
+    def __init__(self, script, options):
+        self.args = script.Args(**{"total_timesteps": 10**12, "log_interval": 10, **options})
+        if hasattr(script, "resolve_args"):
+            self.args = script.resolve_args(self.args)
+        self.pool = [script.make_env(self.args)] if hasattr(script, "make_pool") else []
+        start = time.perf_counter()
+        if hasattr(script, "init_agents"):
+            self.state = script.init_agents(self.args)
+            if self.pool:
+                self.state = script.start_games(self.args, *self.pool, self.state)
+        else:  # commit 96b6b48
+            state = script.init_train_state(self.args, script.seed_keys(self.args), *self.pool)
+            self.state = script.shard_state(self.args, state)
+        chunk = script.make_train_chunk(self.args, *self.pool)
+        self.chunk = chunk.lower(self.state, jnp.int32(1)).compile()
+        self.compile_seconds = time.perf_counter() - start
+
+    def seconds(self, chunks):
+        """Seconds for this many chunks of ten updates."""
+        start = time.perf_counter()
+        for _ in range(chunks):
+            self.state, _ = self.chunk(self.state, jnp.int32(10))
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+    def sps(self, chunks):
+        """Steps per second over this many chunks."""
+        return chunks * 10 * self.args.batch_size * self.args.num_seeds / self.seconds(chunks)
+
+
+def compare(new, old, options, pairs, compilations):
+    """One row of the result: two scripts with the same options."""
+    compile_seconds = []
+    for _ in range(compilations):
+        jax.clear_caches()
+        ours, theirs = Trainer(new, options), Trainer(old, options)
+        compile_seconds.append((ours.compile_seconds, theirs.compile_seconds))
+    seconds = max(min(ours.seconds(1) for _ in range(3)), 1e-3)
+    chunks = max(1, round(1 / seconds))
+    theirs.seconds(chunks)  # both are warm now
+    rounds = [(ours.sps(chunks), theirs.sps(chunks)) for _ in range(pairs)]
+    return {
+        "sps": statistics.median(a for a, _ in rounds),
+        "sps_before": statistics.median(b for _, b in rounds),
+        "ratio": statistics.median(a / b for a, b in rounds),
+        "compile_seconds": statistics.median(a for a, _ in compile_seconds),
+        "compile_seconds_before": statistics.median(b for _, b in compile_seconds),
+        "rounds": rounds,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", required=True, help="the commit to compare with")
+    parser.add_argument("--only", default="", help="scripts whose name contains this")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--compilations", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
+    parser.add_argument("fields", nargs="*", help="fields of the scripts' Args, name=value")
+    choice = parser.parse_intermixed_args()
+    jax.config.update("jax_enable_compilation_cache", False)
+    fields, rows = parse_fields(choice.fields), []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SCRIPTS:
+            if choice.only not in name:
+                continue
+            new, old = load(ROOT / f"{name}.py", name), load_old(choice.against, name, folder)
+            settings = {"default": {}, "compared": COMPARED.get(name)}
+            for setting, options in settings.items():
+                if options is None:
+                    continue
+                row = {"name": name, "setting": setting}
+                counts = choice.pairs, choice.compilations
+                row |= compare(new, old, options | fields, *counts)
+                rows.append(row)
+                print(
+                    f"{name:26s} {setting:9s} {row['sps']:10,.0f} SPS, before "
+                    f"{row['sps_before']:10,.0f}, ratio {row['ratio']:.3f}; compiled in "
+                    f"{row['compile_seconds']:.1f} s, before {row['compile_seconds_before']:.1f} s",
+                    flush=True,
+                )
+    result = {
+        "command": "python " + " ".join(["benchmarks/versions.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {package: version(package) for package in PACKAGES if version(package)},
+        "rows": rows,
+    }
+    if choice.out:
+        choice.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
