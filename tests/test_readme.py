@@ -45,7 +45,7 @@ SOLVED = {  # words of the snippet: the lowest greedy return
     "class Acrobot:": -100,
     "class Gymnax:": 500,
     '"trunk":': 500,
-    "flax.linen": 500,
+    "class ActorCritic(nn.Module)": 500,
     "losses/ratio_max": 500,
     "def symlog": 500,
     "class Pendulum:": -200,
