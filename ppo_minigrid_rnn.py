@@ -229,8 +229,6 @@ class Args:
     """units of the hidden layer of actor and critic"""
     reset_hidden: bool = True
     """forget hidden state, previous action and previous reward when an episode starts"""
-    bf16: bool = False
-    """do the matrix products in bfloat16"""
 
     # Algorithm
     total_timesteps: Count = 300_000
@@ -1262,23 +1260,20 @@ class Dense(nn.Module):
     """An affine layer, [in, ...] -> [features, ...].
 
     Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`. Products are done in the type `dtype`.
+    small networks on a CPU than `x @ w`.
     """
 
     features: int
     gain: float
-    dtype: Any
     bias_init: Callable = nn.initializers.zeros
 
     @nn.compact
     def __call__(self, x):
         w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
         b = self.param("b", self.bias_init, (self.features, 1))
-        # Not flattened: a merged axis could not stay spread over devices.
-        product = jnp.tensordot(
-            w.astype(self.dtype), x.astype(self.dtype), 1, preferred_element_type=jnp.float32
-        )
-        return product + b.reshape(-1, *[1] * (x.ndim - 1))
+        # As one long axis: XLA on a CPU transposes what has more of them before each product.
+        flat = x.astype(jnp.float32).reshape(len(x), -1)
+        return (w @ flat + b).reshape(-1, *x.shape[1:])
 
 
 def patches(x, size, stride):
@@ -1315,22 +1310,20 @@ def one_hot_codes(x):
 class Encoder(nn.Module):
     """Three convolutions over the codes of a view, or four over its pixels.
 
-    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, T, M].
+    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T].
     """
 
     pixels: bool
-    dtype: Any
 
     @nn.compact
     def __call__(self, image):
-        x = image.transpose(4, 2, 3, 0, 1)  # [C, Y, X, T, M]; of codes [C, X, Y, T, M]
+        x = image.transpose(4, 2, 3, 1, 0)  # [C, Y, X, M, T]; of codes [C, X, Y, M, T]
         layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
         for i, (features, size, stride) in enumerate(layers):
             x = patches(x, size, stride)
             if i == 0:
-                x = x.astype(self.dtype) / 255 if self.pixels else one_hot_codes(x)
-            x = Dense(features, math.sqrt(2), self.dtype, name=f"conv{i}")(x)
-            x = nn.relu(x).astype(self.dtype)
+                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x)
+            x = nn.relu(Dense(features, math.sqrt(2), name=f"conv{i}")(x))
         return x.reshape(-1, *x.shape[3:])
 
 
@@ -1358,11 +1351,10 @@ class GRU(nn.Module):
 
     size: int
     max_span: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x, h, start):
-        """x [F, T, M], h [H, M] before the first step, start [T, M] -> h after each, [H, T, M]."""
+        """x [F, M, T], h [H, M] before the first step, start [T, M] -> h after each, [H, M, T]."""
 
         def spans_init(key, shape):
             spans = jax.random.uniform(key, (self.size, 1), minval=1.0, maxval=self.max_span)
@@ -1370,29 +1362,94 @@ class GRU(nn.Module):
             return bias.at[self.size : 2 * self.size].set(jnp.log(spans))
 
         # The inputs' share of all steps is one product; only the rest must go step by step.
-        from_x = Dense(3 * self.size, GRU_GAIN, self.dtype, spans_init, name="input")(x)
-        from_x = from_x.swapaxes(0, 1)  # [T, 3 H, M]
+        from_x = Dense(3 * self.size, GRU_GAIN, spans_init, name="input")(x)
+        from_x = from_x.transpose(2, 0, 1)  # [T, 3 H, M]
         square = (self.size, self.size)
         u_reset = self.param("u_reset", orthogonal(1.0), square)
         u_keep = self.param("u_keep", orthogonal(1.0), square)
         u_new = self.param("u_new", orthogonal(1.0), square)
         c = self.param("c", nn.initializers.zeros, (self.size, 1))
-        u = jnp.concatenate([u_reset, u_keep, u_new]).astype(self.dtype)  # [3 H, H]
+        u = jnp.concatenate([u_reset, u_keep, u_new])  # [3 H, H]
+        hs = run_gru(u, c, from_x, h, start)
+        return hs.transpose(1, 2, 0)
 
-        def step(h, inputs):
-            from_x, start = inputs
-            h = jnp.where(start, 0.0, h)
-            from_h = jnp.dot(u, h.astype(self.dtype), preferred_element_type=jnp.float32)
-            reset_x, keep_x, new_x = jnp.split(from_x, 3)
-            reset_h, keep_h, new_h = jnp.split(from_h, 3)
-            reset = jax.nn.sigmoid(reset_x + reset_h)
-            keep = jax.nn.sigmoid(keep_x + keep_h)
-            new = jnp.tanh(new_x + reset * (new_h + c))
-            h = (1 - keep) * new + keep * h
-            return h, h
 
-        _, hs = jax.lax.scan(step, h, (from_x, start))
-        return hs.swapaxes(0, 1)
+def gru_gates(from_x, from_h, c):
+    """reset, keep and new [..., H, M] in `GRU`'s equations, from its products [..., 3 H, M]."""
+    reset_x, keep_x, new_x = jnp.split(from_x, 3, axis=-2)
+    reset_h, keep_h, new_h = jnp.split(from_h, 3, axis=-2)
+    reset = jax.nn.sigmoid(reset_x + reset_h)
+    keep = jax.nn.sigmoid(keep_x + keep_h)
+    new = jnp.tanh(new_x + reset * (new_h + c))
+    return reset, keep, new
+
+
+@jax.custom_vjp
+def run_gru(u, c, from_x, h, start):
+    """All steps of `GRU`: hidden states [T, H, M] after each.
+
+    u [3 H, H] and c [H, 1] are its weights, from_x [T, 3 H, M] the inputs' products W x + b,
+    h [H, M] the hidden state before the first step; it is forgotten where start [T, M] is set.
+    """
+
+    def step(h, inputs):
+        from_x, start = inputs
+        h = jnp.where(start, 0.0, h)
+        _, keep, new = gru_gates(from_x, u @ h, c)
+        h = (1 - keep) * new + keep * h
+        return h, h
+
+    _, hs = jax.lax.scan(step, h, (from_x, start))
+    return hs
+
+
+def run_gru_forwards(u, c, from_x, h, start):
+    """`run_gru`, and what its gradient needs: nothing but the hidden states themselves."""
+    hs = run_gru(u, c, from_x, h, start)
+    return hs, (u, c, from_x, h, start, hs)
+
+
+def run_gru_backwards(residuals, d_hs):
+    """Backpropagation through time by hand: gradients of the loss for `run_gru`'s arguments.
+
+    JAX's own backward pass keeps a dozen arrays of every step and adds up the gradient of u step by
+    step. But once all hidden states are known, so are the gates: one product gives those of all
+    steps. How a step passes a gradient on is then linear in it, with slopes known in advance,
+
+        d_pre = d_h * slope                  of the three gates before their sigmoid or tanh
+        d_h(t-1) = keep * d_h + u^T d_pre    and so on, backwards in time
+
+    so the loop has one product a step, and that for u is again one for all steps.
+    """
+    u, c, from_x, h, start, hs = residuals
+    h_before = jnp.concatenate([h[None], hs[:-1]])  # [T, H, M]
+    h_before = jnp.where(start[:, None], 0.0, h_before)
+    from_h = jnp.einsum("gh,thm->tgm", u, h_before)
+    reset, keep, new = gru_gates(from_x, from_h, c)
+    new_h = jnp.split(from_h, 3, axis=1)[2]
+    new_slope = (1 - keep) * (1 - new**2)
+    reset_slope = new_slope * (new_h + c) * reset * (1 - reset)
+    keep_slope = (h_before - new) * keep * (1 - keep)
+    slopes_x = jnp.stack([reset_slope, keep_slope, new_slope], axis=1)  # [T, 3, H, M]
+    slopes_h = jnp.stack([reset_slope, keep_slope, new_slope * reset], axis=1)
+    passes = jnp.where(start, 0.0, 1.0)  # nothing goes back past the start of an episode
+
+    def step(d_h, inputs):
+        d_out, slope, keep, passes = inputs
+        d_h = d_h + d_out  # from the steps after this one, and from the loss at this one
+        d_pre = (d_h * slope).reshape(-1, d_h.shape[-1])  # [3 H, M]
+        return passes * (keep * d_h + u.T @ d_pre), d_h
+
+    backwards = (d_hs, slopes_h, keep, passes)
+    d_first, d_h = jax.lax.scan(step, jnp.zeros_like(h), backwards, reverse=True)
+    d_from_x = (d_h[:, None] * slopes_x).reshape(from_x.shape)
+    d_from_h = (d_h[:, None] * slopes_h).reshape(from_x.shape)
+    d_u = jnp.einsum("tgm,thm->gh", d_from_h, h_before)
+    d_c = (d_h * slopes_h[:, 2]).sum((0, 2))[:, None]
+    return d_u, d_c, d_from_x, d_first, None
+
+
+run_gru.defvjp(run_gru_forwards, run_gru_backwards)
 
 
 class ActorCritic(nn.Module):
@@ -1409,36 +1466,37 @@ class ActorCritic(nn.Module):
         step.
         """
         args = self.args
-        dtype = jnp.bfloat16 if args.bf16 else jnp.float32
 
-        # --- What the agent takes in at each step: [F, T, M] ---
-        image = Encoder(args.img_obs, dtype, name="encoder")(inputs.obs["image"])
-        direction = jax.nn.one_hot(inputs.obs["direction"], 4, axis=0)
+        # --- What the agent takes in at each step: [F, M, T] ---
+        # Environments before steps: as the major part of one long axis they can stay spread over
+        # devices.
+        image = Encoder(args.img_obs, name="encoder")(inputs.obs["image"])
+        direction = jax.nn.one_hot(inputs.obs["direction"].T, 4, axis=0)
         # Without memory there is no action before, which is a code of its own, and no reward.
         prev_action = jnp.where(inputs.start, self.num_actions, inputs.prev_action)
-        prev_action = jax.nn.one_hot(prev_action, self.num_actions + 1, axis=0)
-        prev_action = Dense(args.action_emb_dim, 1.0, dtype, name="prev_action")(prev_action)
-        prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward)[None]
+        prev_action = jax.nn.one_hot(prev_action.T, self.num_actions + 1, axis=0)
+        prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
+        prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
         x = jnp.concatenate([image, direction, prev_action, prev_reward])
 
         # --- Memory ---
-        outputs = []  # [H, T, M] of each layer
+        outputs = []  # [H, M, T] of each layer
         for i in range(args.rnn_num_layers):
-            gru = GRU(args.rnn_hidden_dim, args.num_steps, dtype, name=f"gru{i}")
+            gru = GRU(args.rnn_hidden_dim, args.num_steps, name=f"gru{i}")
             x = gru(x, rnn_state[:, i].T, inputs.start)
             outputs.append(x)
-        rnn_states = jnp.stack(outputs).transpose(2, 3, 0, 1)
+        rnn_states = jnp.stack(outputs).transpose(3, 2, 0, 1)
         x = sum(outputs)
 
         # --- Actor and critic ---
         gain = math.sqrt(2)
-        actor = jnp.tanh(Dense(args.head_hidden_dim, gain, dtype, name="actor_hidden")(x))
-        critic = jnp.tanh(Dense(args.head_hidden_dim, gain, dtype, name="critic_hidden")(x))
-        logits = Dense(self.num_actions, 0.01, dtype, name="actor")(actor)
+        actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
+        critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
+        logits = Dense(self.num_actions, 0.01, name="actor")(actor)
         # Small too: where rewards are rare, the first errors of the critic are all that the actor
         # learns from.
-        value = Dense(1, 0.01, dtype, name="critic")(critic)
-        return logits.transpose(1, 2, 0), value[0], rnn_states
+        value = Dense(1, 0.01, name="critic")(critic)
+        return logits.transpose(2, 1, 0), value[0].T, rnn_states
 
 
 def init_rnn_state(args, num_envs):
@@ -1588,8 +1646,6 @@ class Transition(NamedTuple):
     # on, and the observation does not show the limit: its future must be estimated, not set to 0.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
-    next_env_state: GridState  # of [N], the true successor, before any reset
-    next_agent_state: AgentState  # of [N], likewise
 
 
 class Batch(NamedTuple):
@@ -1635,55 +1691,80 @@ def where_done(done, fresh, running):
     return jax.tree.map(choose, fresh, running)
 
 
-def reset_ended(env, key, done, env_state):
-    """States [N], those that are `done` replaced by new levels, independent of each other.
+def reset_ended(env, keys, done, env_state):
+    """States [N], those that are `done` replaced by the levels of their keys [N].
 
     Most steps end few episodes, and a level takes longer to make than a step. So levels are made
     for a small number of environments at a time, until all that are done have one.
     """
-    num_levels = max(1, done.size // 64)
+    num_envs = done.size
+    num_levels = max(1, num_envs // 64)
 
     def any_left(carry):
-        _, done, _ = carry
+        done, _ = carry
         return done.any()
 
     def replace_some(carry):
-        key, done, env_state = carry
-        key, level_key = jax.random.split(key)
-        levels = jax.vmap(env.reset)(jax.random.split(level_key, num_levels))
+        done, env_state = carry
         rank = jnp.cumsum(done)
         # Where rank reaches 1, 2, ..., num_levels. Where it does not, this is N, which is dropped.
-        # A binary search takes a loop, and would fetch every rank it looks at from its device.
+        # A binary search would be one more loop.
         wanted = jnp.arange(1, num_levels + 1)
         index = (rank < wanted[:, None]).sum(1)
+        levels = jax.vmap(env.reset)(keys[jnp.minimum(index, num_envs - 1)])
         env_state = jax.tree.map(
             lambda old, new: old.at[index].set(new, mode="drop"), env_state, levels
         )
-        return key, done & (rank > num_levels), env_state
+        return done & (rank > num_levels), env_state
 
-    _, _, env_state = jax.lax.while_loop(any_left, replace_some, (key, done, env_state))
+    _, env_state = jax.lax.while_loop(any_left, replace_some, (done, env_state))
     return env_state
 
 
-def rollout(args, env, params, env_state, agent_state, stats, key):
+def truncation_window(args, env):
+    """Steps in which the time limit can end at most one episode of an environment."""
+    return min(env.max_episode_steps, args.num_steps)
+
+
+def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=None):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
-    Returns (env_state, agent_state, stats, trajectory: `Transition` of [T, N, ...]).
+    Returns (env_state, agent_state, stats, trajectory, truncated_state). The trajectory is a
+    `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
+    states in which the time limit ended an episode, of the last one in each of W windows of
+    `truncation_window` steps.
+
+    Environment n starts anew after step t with the level that belongs to the t-th key of its own.
+    On a CPU levels are made when they are needed, in a loop. An accelerator would stop at every
+    step to ask whether the loop goes on; it makes a level for every step of every environment
+    beforehand, all at once, and uses few of them.
     """
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
     step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    reset_keys = jax.random.split(reset_key, args.num_steps)
+    reset_keys = jax.random.split(reset_key, (args.num_steps, args.num_envs))
+    if platform == "cpu":
+        levels = None
+    else:
+        levels = jax.vmap(jax.vmap(env.reset))(reset_keys)
+    num_windows = math.ceil(args.num_steps / truncation_window(args, env))
+    window = jnp.arange(args.num_steps) // truncation_window(args, env)
 
-    def env_step(carry, keys):
-        env_state, agent_state, stats = carry
-        action_key, step_keys, reset_key = keys
+    def env_step(carry, inputs_of_step):
+        env_state, agent_state, stats, truncated_state = carry
+        action_key, step_keys, reset_keys, levels, window = inputs_of_step
 
         # --- Act ---
         inputs = make_inputs(env, env_state, agent_state)
         dist, value, rnn_state = forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.sample(action_key)
-        next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
+        next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
+        next_agent_state = AgentState(
+            rnn_state=rnn_state,
+            prev_action=action,
+            prev_reward=reward,
+            start=jnp.zeros(args.num_envs, bool),
+        )
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -1691,11 +1772,10 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
         )
         truncated = stats.running_length >= env.max_episode_steps
         done = terminated | truncated
-        next_agent_state = AgentState(
-            rnn_state=rnn_state,
-            prev_action=action,
-            prev_reward=reward,
-            start=jnp.zeros(args.num_envs, bool),
+        truncated_state = jax.tree.map(
+            lambda kept, new: kept.at[window].set(where_done(truncated, new, kept[window])),
+            truncated_state,
+            (next_env_state, next_agent_state),
         )
         transition = Transition(
             inputs=inputs,
@@ -1706,29 +1786,34 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
             reward=reward,
             terminated=terminated,
             truncated=truncated,
-            next_env_state=next_state,
-            next_agent_state=next_agent_state,
         )
 
         # --- Then begin a new one ---
-        env_state = reset_ended(env, reset_key, done, next_state)
+        if platform == "cpu":
+            env_state = reset_ended(env, reset_keys, done, next_env_state)
+        else:
+            env_state = where_done(done, levels, next_env_state)
         agent_state = next_agent_state._replace(start=done & args.reset_hidden)
-        return (env_state, agent_state, restart_ended(done, stats)), transition
+        return (env_state, agent_state, restart_ended(done, stats), truncated_state), transition
 
-    keys = action_keys, step_keys, reset_keys
-    carry, trajectory = jax.lax.scan(env_step, (env_state, agent_state, stats), keys)
-    env_state, agent_state, stats = carry
-    return env_state, agent_state, stats, trajectory
+    truncated_state = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (num_windows, *x.shape)), (env_state, agent_state)
+    )
+    carry = (env_state, agent_state, stats, truncated_state)
+    inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
+    carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps)
+    env_state, agent_state, stats, truncated_state = carry
+    return env_state, agent_state, stats, trajectory, truncated_state
 
 
-def trajectory_values(args, env, params, trajectory):
+def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
     """Values of all observations and of their true successors, both [T, N].
 
-    The successor of a step is the observation of the next one, unless the episode was truncated:
-    then it is the last observation of that episode, seen with that episode's memory. (Where it
-    terminated there is none, and `compute_gae` ignores what stands here.) So valuing all states
-    after a step would do, but take as long as the rollout. In a window of `max_episode_steps` steps
-    an environment is truncated at most once, so it is enough to value one more in each window.
+    The successor of a step is the observation of the next one; after the last step it is that of
+    last_state = (env_state, agent_state), [N]. But where the time limit ended an episode, it is the
+    last observation of that episode, seen with that episode's memory: truncated_state, [W, N], as
+    `rollout` returns it. (Where the episode terminated there is none, and `compute_gae` ignores
+    what stands here.)
     """
 
     def value_of(env_state, agent_state):  # of [N] -> [N]
@@ -1736,23 +1821,10 @@ def trajectory_values(args, env, params, trajectory):
         _, value, _ = forward_step(args, params, inputs, agent_state.rnn_state)
         return value
 
-    successor = trajectory.next_env_state, trajectory.next_agent_state
-    last_successor = jax.tree.map(lambda x: x[-1], successor)
-    next_value = jnp.concatenate([trajectory.value[1:], value_of(*last_successor)[None]])
-
-    # --- In which step was an environment truncated, in each of W windows of L steps? ---
-    length = min(env.max_episode_steps, args.num_steps)
-    num_windows = math.ceil(args.num_steps / length)
-    padding = ((0, num_windows * length - args.num_steps), (0, 0))
-    truncated = jnp.pad(trajectory.truncated, padding).reshape(num_windows, length, args.num_envs)
-    step_in_window = truncated.argmax(1)  # [W, N], 0 where it was not
-    step = step_in_window + length * jnp.arange(num_windows)[:, None]
-
-    # --- Value those successors; `where` drops the values of those that were not truncated ---
-    pick = jax.vmap(lambda x, step: x[step], in_axes=1, out_axes=1)  # x [T, N, ...], step [W, N]
-    truncated_successor = jax.tree.map(lambda x: pick(x, step), successor)
-    truncated_value = jax.vmap(value_of)(*truncated_successor)  # [W, N]
-    truncated_value = jnp.repeat(truncated_value, length, axis=0)[: args.num_steps]
+    next_value = jnp.concatenate([trajectory.value[1:], value_of(*last_state)[None]])
+    truncated_value = jax.vmap(value_of)(*truncated_state)  # [W, N]
+    truncated_value = jnp.repeat(truncated_value, truncation_window(args, env), axis=0)
+    truncated_value = truncated_value[: args.num_steps]  # the last window may be a shorter one
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
@@ -2024,20 +2096,29 @@ def init_train_state(args, key):
 def update(args, state, *, platform=None, sharding=None):
     """One PPO update of one agent; returns (state, metrics {tag: []}).
 
-    `sharding` spreads the environments of a minibatch [T, M] over devices; without it this is plain
-    JAX, for `jit` and `vmap` on any device. `platform` is there as in the other scripts: nothing in
-    this one depends on it.
+    `platform` ("cpu", "gpu", "tpu") picks what is faster there, `sharding` spreads the environments
+    of a minibatch [T, M] over devices. Without them this is plain JAX, for `jit` and `vmap` on any
+    device.
     """
     env = make_env(args)
     rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
 
     # --- Play ---
-    env_state, agent_state, stats, trajectory = rollout(
-        args, env, state.params, state.env_state, state.agent_state, state.stats, rollout_key
+    env_state, agent_state, stats, trajectory, truncated_state = rollout(
+        args,
+        env,
+        state.params,
+        state.env_state,
+        state.agent_state,
+        state.stats,
+        rollout_key,
+        platform=platform,
     )
 
     # --- Advantages ---
-    value, next_value = trajectory_values(args, env, state.params, trajectory)
+    value, next_value = trajectory_values(
+        args, env, state.params, trajectory, (env_state, agent_state), truncated_state
+    )
     advantage = compute_gae(
         trajectory.reward,
         value,

@@ -72,9 +72,8 @@ LARGE = [
 ] + [
     ("ppo_minigrid_rnn", dict(
         env_id="DoorKey-8x8", num_envs=8192, num_steps=16, update_epochs=1, num_minibatches=16,
-        rnn_hidden_dim=1024, head_hidden_dim=256, bf16=bf16,
+        rnn_hidden_dim=1024, head_hidden_dim=256,
     ))
-    for bf16 in (False, True)
 ]  # fmt: skip
 PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid".split()
 
@@ -87,10 +86,10 @@ def version(package):
         return None
 
 
-def matrix_peak(dtype=jnp.float32):
-    """Floating-point operations per second of a large product, the best of ten."""
+def matrix_peak():
+    """Floating-point operations per second of a large float32 product, the best of ten."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
-    a = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    a = jax.random.normal(jax.random.key(0), (size, size))
     product = jax.jit(lambda a: a @ a)
     product(a).block_until_ready()
     seconds = []
@@ -169,9 +168,7 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     args, state, pool = prepare(script, wrap_pool, **changes)
     start = time.perf_counter()
     chunk = script.make_train_chunk(args, *pool).lower(state, jnp.int32(1)).compile()
-    facts = {"compile_seconds": time.perf_counter() - start, "product_dtype": "float32"}
-    if getattr(args, "bf16", False):
-        facts["product_dtype"] = "bfloat16"
+    facts = {"compile_seconds": time.perf_counter() - start}
     facts["product_flops_per_step"] = flops_per_step(script, args, state, pool)
     carry, most = [state], script.chunk_size(args)
 
@@ -234,7 +231,11 @@ def our_minigrid(env_id, num_envs, stack):
         step_keys = jax.random.split(step_key, num_envs)
         state, reward, terminated = jax.vmap(env.step)(step_keys, state, action)
         done = terminated | (state.step_count >= env.max_episode_steps)
-        state = script.reset_ended(env, reset_key, done, state)
+        if jax.default_backend() == "cpu":  # as in the rollout
+            state = script.reset_ended(env, jax.random.split(reset_key, num_envs), done, state)
+        else:
+            levels = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
+            state = script.where_done(done, levels, state)
         return state, jax.vmap(env.observe)(state), (reward, done)
 
     def reset(keys):
@@ -490,7 +491,7 @@ def candidates(choice, fields):
             yield group
     elif choice.large:  # alone: all at once would not fit into memory
         for name, changes in LARGE:
-            shape = "num_envs num_steps rnn_hidden_dim bf16".split()
+            shape = "num_envs num_steps rnn_hidden_dim".split()
             shown = changes | fields
             label = " ".join(f"{field}={shown[field]}" for field in shape if field in changes)
             yield [entry(name, label, **changes)]
@@ -559,7 +560,7 @@ def parse_args():
 def main():
     choice = parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    peaks = {dtype: matrix_peak(dtype) for dtype in ("float32", "bfloat16")}
+    peak = matrix_peak()
     rows = []
     for group in candidates(choice, parse_fields(choice.fields)):
         group = [(name, make) for name, make in group if choice.only in name]
@@ -574,7 +575,7 @@ def main():
                 text += f", {base} is {factor:.2f} x"
             if "product_flops_per_step" in row:  # model FLOP/s utilisation, of the peak above
                 flops = row["sps"] * row["product_flops_per_step"]
-                row["mfu"] = flops / peaks[row["product_dtype"]]
+                row["mfu"] = flops / peak
                 text += f", MFU {row['mfu']:.0%}"
             rows.append(row)
             print(text, flush=True)
@@ -586,7 +587,7 @@ def main():
         "device": f"{backend} {kind}, {platform.machine()}",
         "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version()} | versions,
-        "matrix_peak_gflops": {dtype: peak / 1e9 for dtype, peak in peaks.items()},
+        "matrix_peak_gflops": peak / 1e9,
         "rows": rows,
     }
     if choice.out:

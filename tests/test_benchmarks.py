@@ -73,9 +73,10 @@ def test_sps_scaling(tmp_path):
 
 
 def test_sps_large(tmp_path):
-    """The notebook's setting, made small, in both types of products."""
+    """The notebook's setting, made small."""
     rows = measured("sps", tmp_path, "--rounds", "1", "--large", "--only", "rnn", *SMALL_MINIGRID)
-    assert [row["product_dtype"] for row in rows.values()] == ["float32", "bfloat16"]
+    (row,) = rows.values()
+    assert row["sps"] > 0 and 0 < row["mfu"] < 1
 
 
 @pytest.mark.parametrize("flags", [[], ["--stack"]])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import types
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -37,20 +38,58 @@ def forward(args, params, inputs, rnn_state):
     return script.forward(args, params, inputs, rnn_state)
 
 
-def roll(args, key=0):
-    """An agent with weights that matter and two rollouts.
+class Roll(NamedTuple):
+    """An agent with weights that matter and what its second rollout gave."""
 
-    Returns (env, params, agent's state before, trajectory) of the second.
-    """
+    env: script.MiniGrid
+    params: dict
+    agent_state: script.AgentState  # before it
+    trajectory: script.Transition
+    last_state: tuple  # (env_state, agent_state) after it
+    truncated_state: tuple
+    env_states: script.GridState  # of [T, N], in which the agent acted
+
+
+def roll(args, key=0, platform=None):
+    """Two rollouts with truncated episodes; the second one as a `Roll`."""
     env = script.make_env(args)
     state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(1))
     noise = lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
     params = jax.tree.map(noise, state.params)
-    rollout = jax.jit(lambda *carry: script.rollout(args, env, params, *carry))
-    carry = state.env_state, state.agent_state, state.stats
-    *carry, _ = rollout(*carry, jax.random.key(key))
-    *_, trajectory = rollout(*carry, jax.random.key(key + 1))
-    return env, params, carry[1], trajectory
+    seen = []
+
+    def watched_inputs(env, env_state, agent_state):
+        jax.debug.callback(seen.append, env_state, ordered=True)
+        return make_inputs(env, env_state, agent_state)
+
+    make_inputs, script.make_inputs = script.make_inputs, watched_inputs
+    try:
+        play = functools.partial(script.rollout, args, env, params, platform=platform)
+        play = jax.jit(play)
+        carry = state.env_state, state.agent_state, state.stats
+        carry = play(*carry, jax.random.key(key))[:3]
+        jax.effects_barrier()
+        seen.clear()
+        env_state, agent_state, _, trajectory, truncated_state = jax.block_until_ready(
+            play(*carry, jax.random.key(key + 1))
+        )
+        jax.effects_barrier()
+    finally:
+        script.make_inputs = make_inputs
+    env_states = jax.tree.map(lambda *steps: np.stack(steps), *seen)
+    last_state = (env_state, agent_state)
+    return Roll(env, params, carry[1], trajectory, last_state, truncated_state, env_states)
+
+
+def successors(args, rolled):
+    """(env_state, agent_state) of [T, N] after each step, before any reset: stepped once more."""
+    trajectory = rolled.trajectory
+    step = jax.vmap(jax.vmap(functools.partial(rolled.env.step, jax.random.key(0))))
+    env_state, _, _ = step(rolled.env_states, trajectory.action)
+    before = rolled.agent_state.rnn_state
+    _, _, rnn_states = forward(args, rolled.params, trajectory.inputs, before)
+    nobody = jnp.zeros(trajectory.reward.shape, bool)
+    return env_state, script.AgentState(rnn_states, trajectory.action, trajectory.reward, nobody)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +100,16 @@ def roll(args, key=0):
 def test_replay_reproduces_the_rollout(monkeypatch, options):
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", **SMALL | options)
-    env, params, agent_state, trajectory = roll(args)
+    rolled = roll(args)
+    params, trajectory = rolled.params, rolled.trajectory
     done = np.asarray(trajectory.terminated | trajectory.truncated)
     assert done.any(0).all()
-    before = agent_state.rnn_state
+    before = rolled.agent_state.rnn_state
     dist, value, rnn_states = forward(args, params, trajectory.inputs, before)
     near = functools.partial(np.testing.assert_allclose, atol=2e-5)
     near(value, trajectory.value)
-    near(rnn_states, trajectory.next_agent_state.rnn_state)
+    goes_on = ~done[-1]
+    near(rnn_states[-1][goes_on], rolled.last_state[1].rnn_state[goes_on])
     near(dist.log_prob(trajectory.action), trajectory.log_prob)
     # Whole environments in another order are the same sequences.
     some = np.array([5, 2, 11])
@@ -84,10 +125,10 @@ def test_gru_equals_flax():
     """One layer of `GRU`, step by step, against `flax.linen.GRUCell` with the same weights."""
     size, num_features, num_steps, num_envs = 5, 3, 6, 4
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(num_features, num_steps, num_envs)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(num_features, num_envs, num_steps)), jnp.float32)
     h = jnp.asarray(rng.normal(size=(size, num_envs)), jnp.float32)
     start = jnp.asarray(rng.random((num_steps, num_envs)) < 0.3)
-    gru = script.GRU(size, num_steps, jnp.float32)
+    gru = script.GRU(size, num_steps)
     params = gru.init(jax.random.key(0), x, h, start)
     params = jax.tree.map(lambda p: p + 0.3 * rng.normal(size=p.shape).astype(np.float32), params)
     ours = gru.apply(params, x, h, start)
@@ -103,14 +144,40 @@ def test_gru_equals_flax():
     cell, carry = nn.GRUCell(size), h.T
     for t in range(num_steps):
         carry = jnp.where(start[t][:, None], 0, carry)
-        carry, _ = cell.apply({"params": theirs}, carry, x[:, t].T)
-        np.testing.assert_allclose(ours[:, t].T, carry, atol=1e-5)
+        carry, _ = cell.apply({"params": theirs}, carry, x[:, :, t].T)
+        np.testing.assert_allclose(ours[:, :, t].T, carry, atol=1e-5)
+
+
+def test_gru_gradient_equals_autodiff():
+    """The backward pass by hand against JAX's of the same steps, for every argument; vmapped too."""
+    size, num_steps, num_envs = 5, 7, 4
+    rng = np.random.default_rng(0)
+    shapes = [(3 * size, size), (size, 1), (num_steps, 3 * size, num_envs), (size, num_envs)]
+    arguments = [rng.normal(size=shape) for shape in shapes]  # u, c, from_x, h
+    weights = rng.normal(size=(num_steps, size, num_envs))
+    start = rng.random((num_steps, num_envs)) < 0.3
+    assert start[0].any() and not start[0].all() and start[1:].any()
+
+    def gradient(run):
+        def loss(*arguments):
+            return (weights * run(*arguments, start) ** 2).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))
+
+    ours = gradient(script.run_gru)
+    theirs = gradient(script.run_gru.fun)  # without the rule of its gradient
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    with jax.enable_x64(True):
+        jax.tree.map(close, ours(*arguments), theirs(*arguments))
+        batch = [np.stack([x, 2 * x]) for x in arguments]
+        jax.tree.map(close, jax.vmap(ours)(*batch), jax.vmap(theirs)(*batch))
 
 
 def test_gradients_go_back_to_the_start_of_an_episode():
     """What an output depends on: everything since the last start, nothing before it."""
     args = script.Args(env_id="Empty-5x5", **SMALL)
-    _, params, agent_state, trajectory = roll(args)
+    rolled = roll(args)
+    params, agent_state, trajectory = rolled.params, rolled.agent_state, rolled.trajectory
     start = jnp.zeros((args.num_steps, args.num_envs), bool).at[10, 3:].set(True)
     inputs = trajectory.inputs._replace(start=start)
 
@@ -125,24 +192,12 @@ def test_gradients_go_back_to_the_start_of_an_episode():
     assert (by_reward[:11, 3:] == 0).all() and (by_reward[11:, 3:] != 0).all()
 
 
-def test_bfloat16_is_close_to_float32(monkeypatch):
-    """Values and log-probabilities differ by the rounding of products; all else is float32."""
-    short_env(monkeypatch)
-    args = script.Args(env_id="Empty-5x5", **SMALL)
-    _, params, agent_state, trajectory = roll(args)
-    half = dataclasses.replace(args, bf16=True)
-    outputs = [forward(a, params, trajectory.inputs, agent_state.rnn_state) for a in (args, half)]
-    for exact, rounded in zip(*map(jax.tree.leaves, outputs), strict=True):
-        assert rounded.dtype == exact.dtype == jnp.float32
-        error = abs(exact - rounded).mean() / abs(exact).mean()
-        assert 1e-5 < error < 0.05
-
-
 @pytest.mark.parametrize("reset", [True, False])
 def test_memory_across_episode_ends(monkeypatch, reset):
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
-    env, params, _, trajectory = roll(args)
+    rolled = roll(args)
+    params, trajectory = rolled.params, rolled.trajectory
     inputs = jax.device_get(trajectory.inputs)
     done = np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
     np.testing.assert_array_equal(inputs.prev_action[1:], trajectory.action[:-1])
@@ -162,7 +217,7 @@ def test_consecutive_evaluation_episodes(monkeypatch, reset):
     short_env(monkeypatch, limit=60)
     options = dict(eval_consecutive_episodes=2, eval_episodes=64, eval_mode="sampled")
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL | options)
-    params = roll(args)[1]
+    params = roll(args).params
     # The same random numbers in both episodes.
     split = lambda key, num=2: jnp.stack([key] * num)
     monkeypatch.setattr(script.jax.random, "split", split)
@@ -172,13 +227,17 @@ def test_consecutive_evaluation_episodes(monkeypatch, reset):
     assert (lengths[0] == lengths[1]).all() == reset
 
 
+@pytest.mark.parametrize("platform", ["cpu", None])
 @pytest.mark.parametrize("reset", [True, False])
-def test_successor_values_against_brute_force(monkeypatch, reset):
+def test_successor_values_against_brute_force(monkeypatch, reset, platform):
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
-    env, params, _, trajectory = roll(args)
+    rolled = roll(args, platform=platform)
+    env, params, trajectory = rolled.env, rolled.params, rolled.trajectory
     assert (np.asarray(trajectory.truncated).sum(0) >= 3).all()  # several windows of the limit
-    value, next_value = script.trajectory_values(args, env, params, trajectory)
+    value, next_value = script.trajectory_values(
+        args, env, params, trajectory, rolled.last_state, rolled.truncated_state
+    )
     np.testing.assert_array_equal(value, trajectory.value)
 
     def value_after(env_state, agent_state):  # of all environments, without any reset
@@ -187,8 +246,7 @@ def test_successor_values_against_brute_force(monkeypatch, reset):
         inputs = jax.tree.map(lambda x: x[None], inputs)
         return forward(args, params, inputs, agent_state.rnn_state)[1][0]
 
-    after = trajectory.next_env_state, trajectory.next_agent_state
-    expected = np.asarray(jax.vmap(value_after)(*after))
+    expected = np.asarray(jax.vmap(value_after)(*successors(args, rolled)))
     terminated = np.asarray(trajectory.terminated)  # these have no successor
     np.testing.assert_allclose(next_value[~terminated], expected[~terminated], atol=2e-5)
     truncated = np.asarray(trajectory.truncated)[:-1]
@@ -198,12 +256,25 @@ def test_successor_values_against_brute_force(monkeypatch, reset):
 
 def test_truncation_follows_the_step_count(monkeypatch):
     env = short_env(monkeypatch)
-    _, _, _, trajectory = roll(script.Args(env_id="Empty-5x5", **SMALL))
-    count = np.asarray(trajectory.next_env_state.step_count)
+    args = script.Args(env_id="Empty-5x5", **SMALL)
+    rolled = roll(args)
+    trajectory = rolled.trajectory
+    count = np.asarray(successors(args, rolled)[0].step_count)
     assert ((count == env.max_episode_steps) == np.asarray(trajectory.truncated)).all()
     assert count.max() == env.max_episode_steps
     done = np.asarray(trajectory.terminated | trajectory.truncated)
     assert (count[1:][done[:-1]] == 1).all()
+
+
+@pytest.mark.parametrize("env_id", ["Empty-Random-5x5", "Dynamic-Obstacles-5x5"])
+def test_levels_on_demand_equal_those_made_beforehand(monkeypatch, env_id):
+    """What a CPU plays and what an accelerator plays with the same key, to the bit."""
+    short_env(monkeypatch, f"MiniGrid-{env_id}-v0")
+    args = script.Args(env_id=env_id, **SMALL)
+    on_demand, beforehand = roll(args, platform="cpu"), roll(args, platform="gpu")
+    done = on_demand.trajectory.terminated | on_demand.trajectory.truncated
+    assert done.sum() >= 3 * args.num_envs
+    jax.tree.map(np.testing.assert_array_equal, on_demand, beforehand)
 
 
 # Loss -----------------------------------------------------------------------------------------
@@ -215,7 +286,8 @@ def loss_of_rollout(clip_vloss, monkeypatch):
     """(args, params, batch, loss): policy and values differ enough from the rollout's to clip."""
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", clip_vloss=clip_vloss, ent_coef=0.1, **SMALL)
-    _, params, agent_state, trajectory = roll(args)
+    rolled = roll(args)
+    params, agent_state, trajectory = rolled.params, rolled.agent_state, rolled.trajectory
     rng = np.random.default_rng(0)
     noise = lambda p: p + jnp.asarray(0.1 * rng.normal(size=p.shape), p.dtype)
     params = jax.tree.map(noise, params)
