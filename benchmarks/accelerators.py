@@ -592,6 +592,8 @@ def seconds_of(module, instruction, chip):
     work = work_of(module, instruction)
     flops = work.flops + work.convolution_flops
     if chip.clock is None:
+        if not is_kernel(instruction):  # the host waits for one
+            return Seconds(0.0, 0.0, 0.0)
         memory = work.bytes.total / chip.bandwidth
         roofline = max(memory, flops / chip.peak)
         without = LAUNCH + max(memory, work.flops / chip.peak)
@@ -856,44 +858,43 @@ def shapes_of(tree, shardings):
 
 
 class Programs:
-    """The programs of a script, traced for a mesh whose devices need not be there."""
+    """The programs of a script, traced for the devices of its mesh, which need not be there."""
 
-    def __init__(self, script, args, make_mesh):
-        """`make_mesh(args)` takes the place of the script's; its pool plays on this CPU."""
+    def __init__(self, script, args):
         self.script, self.args = script, args
         self.pool = [script.make_env(args)] if hasattr(script, "make_pool") else []
-        script.make_mesh = make_mesh
-        self.mesh = make_mesh(args)
+        self.mesh = script.make_mesh(args)
         shapes = jax.eval_shape(functools.partial(script.init_states, args))
         self.state = shapes_of(shapes, script.state_shardings(args))
         self.everywhere = jax.NamedSharding(self.mesh, jax.P())
 
-    def trace(self, program):
-        """Returns the traced "train", "init" or "evaluate"."""
-        return getattr(self, f"_trace_{program}")()
+    def prepare(self, program):
+        """Returns the jitted "train", "init" or "evaluate" and the shapes of its arguments."""
+        args, script = self.args, self.script
+        if program == "train":
+            count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
+            return script.make_train_chunk(args, *self.pool), (self.state, count)
 
-    def _trace_train(self):
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
-        return self.script.make_train_chunk(self.args, *self.pool).trace(self.state, count)
+        if program == "init":  # as `init_agents` compiles it, on one device
+            first = jax.sharding.Mesh(self.mesh.devices.reshape(-1)[:1], self.mesh.axis_names)
+            init = jax.jit(
+                functools.partial(script.init_states, args),
+                out_shardings=jax.NamedSharding(first, jax.P()),
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
+            return init, ()
 
-    def _trace_init(self):  # as `init_agents` compiles it, on one device
-        first = jax.sharding.Mesh(self.mesh.devices.reshape(-1)[:1], self.mesh.axis_names)
-        init = functools.partial(self.script.init_states, self.args)
-        options = {"xla_backend_optimization_level": 0}
-        placed = jax.NamedSharding(first, jax.P())
-        return jax.jit(init, out_shardings=placed, compiler_options=options).trace()
-
-    def _trace_evaluate(self):
-        evaluate = self.script.make_evaluate(self.args)
-        keys = jax.eval_shape(functools.partial(self.script.evaluation_keys, self.args))
-        inputs = [self.state.params, shapes_of(keys, self.everywhere)]
-        if self.pool:  # the host steps the games; what is compiled chooses their actions
-            evaluate = inspect.getclosurevars(evaluate).nonlocals["jitted_act"]
-            shape = (self.args.num_seeds, self.args.eval_episodes, *self.script.OBS_SHAPE)
-            obs = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=self.everywhere)
-            step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
-            inputs = [inputs[0], obs, inputs[1], step]
-        return evaluate.trace(*inputs)
+        keys = jax.eval_shape(functools.partial(script.evaluation_keys, args))
+        keys = shapes_of(keys, self.everywhere)
+        evaluate = script.make_evaluate(args)
+        if not self.pool:
+            return evaluate, (self.state.params, keys)
+        # The host steps the games; what is compiled chooses their actions.
+        act = inspect.getclosurevars(evaluate).nonlocals["jitted_act"]
+        shape = (args.num_seeds, args.eval_episodes, *script.OBS_SHAPE)
+        obs = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=self.everywhere)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
+        return act, (self.state.params, obs, keys, step)
 
 
 def memory_plan(compiled):
@@ -913,10 +914,12 @@ def compile_programs(name, words, target, num_devices, programs, folder, hlo=Non
     script = importlib.import_module(name)
     args = script.parse_args([*words, "--num-devices", str(num_devices)])
     mesh = make_topology_mesh(target, num_devices, script.DEVICES)
-    traced = Programs(script, args, lambda args: mesh)
+    script.make_mesh = lambda args: mesh
+    prepared = Programs(script, args)
     for program in programs:
         start = time.perf_counter()
-        lowered = traced.trace(program).lower()
+        function, inputs = prepared.prepare(program)
+        lowered = function.trace(*inputs).lower()
         lowering = time.perf_counter()
         compiled = lowered.compile()
         end = time.perf_counter()
