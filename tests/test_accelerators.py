@@ -73,9 +73,10 @@ def export(script, args, platform, monkeypatch, program):
     monkeypatch.setattr(script, "make_mesh", lambda args: mesh)
     function, inputs = accelerators.Programs(script, args).prepare(program)
     jaxpr = function.trace(*inputs).jaxpr
-    calls = [
-        e.params["target_name"] for e in inner_equations(jaxpr) if e.primitive.name == "ffi_call"
-    ]
+    calls = []
+    if hasattr(script, "make_pool"):
+        equations = inner_equations(jaxpr)
+        calls = [x.params["target_name"] for x in equations if x.primitive.name == "ffi_call"]
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
     names = {"tpu": "tpu", "gpu": "cuda"}
     exporting = jax.export.export(function, platforms=[names[platform]], disabled_checks=allowed)
@@ -97,8 +98,9 @@ def test_training(script, platform, num_devices, monkeypatch):
     args = large_args(script, num_devices=num_devices, total_timesteps=10**6)
     jaxpr, text = export(script, args, platform, monkeypatch, "train")
     names = names_of_program(jaxpr)
-    assert "scan" in names and "dot_general" in names  # this is the whole program
-    assert names.count("while") == 1
+    assert "scan" in names  # of known length
+    loops_on_data = names.count("while")
+    assert loops_on_data == 1
     assert not {"sort", "top_k", "approx_top_k"} & set(names)
     assert not [name for name in names if "callback" in name or "infeed" in name]
     assert "f64" not in text and "stablehlo.while" in text
