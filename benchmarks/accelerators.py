@@ -798,24 +798,18 @@ def analyze(text, chip, num_steps=None, minibatches=None):
 def per_part(unit, num_steps, minibatches):
     """Kernels per environment step and minibatch, milliseconds of the parts of an update.
 
-    An environment step is one of all environments together. A loop that does several steps an
-    iteration, unrolled, counts as it should.
+    An environment step is one of all environments together: what the rollout's loops run, by the
+    number of steps.
     """
-
-    def largest(phase, enough):
-        found = [loop for loop, _ in unit.walk() if loop.phase == phase and loop.is_loop]
-        return next((loop for loop in found if enough(loop)), None)
-
-    rollout = largest("rollout", lambda loop: True)
-    minibatch = largest("update_epochs", lambda loop: loop.runs == minibatches)
     parts = collections.Counter()
+    playing = [loop for loop in unit.inner if loop.phase == "rollout"]
+    played = sum((loop.trips or 1) * loop.all_kernels for loop in playing)
+    loops = [loop for loop, _ in unit.walk() if loop.is_loop and loop.phase == "update_epochs"]
+    minibatch = next((loop for loop in loops if loop.runs == minibatches), None)
     for loop in unit.inner:
         parts[loop.phase or "other"] += loop.seconds.estimate * (loop.trips or 1) * 1e3
     parts["outside of loops"] = unit.own.estimate * 1e3
-    result = {"ms_of_parts": dict(parts)}
-    if rollout:
-        steps = num_steps / (rollout.trips or 1)  # that one iteration does
-        result["kernels_per_env_step"] = rollout.all_kernels / steps
+    result = {"ms_of_parts": dict(parts), "kernels_per_env_step": played / num_steps}
     if minibatch:
         result["kernels_per_minibatch"] = minibatch.all_kernels
         terms = [f"{minibatch.kernels}"]
@@ -1028,6 +1022,8 @@ def print_table(rows):
 def print_loops(row):
     """The tree of loops of a program, and its longest instructions."""
     straight = row["straight_line"]
+    for part, ms in sorted(row.get("ms_of_parts", {}).items(), key=lambda item: -item[1]):
+        print(f"{ms:9.3f} ms {part}")
     print(f"outside of loops: {straight['kernels']} kernels, {straight['us']:,.0f} us")
     for loop in row["loop_tree"]:
         trips = "?" if loop["trips"] is None else loop["trips"]
