@@ -43,7 +43,7 @@ from typing import NamedTuple
 # There is no device: JAX itself runs on the CPU, and libtpu must not look for its machine.
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
 os.environ.update(TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_ID="0")
-os.environ.update(TPU_WORKER_HOSTNAMES="localhost")
+os.environ.update(TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,8 @@ ASSUMPTIONS = {
     "bandwidth and its products over the peak below (roofline alone: without the 1.5 "
     "microseconds). Bytes are those of operands and results, of slices just the slice. Caches, "
     "occupancy and the host's share of loops and of data-dependent decisions are not counted; "
-    "products are not autotuned. EnvPool's calls count as a kernel each, without emulation.",
+    "products are not autotuned. EnvPool's calls count as a kernel each, without emulation. All "
+    "loops are driven by the host: XLA's CUDA graphs hold none unless it is told to.",
     "tpu": "An operation takes the cycles that the compiler estimates, at the clock below; one "
     "without an estimate (gathers, slices) its bytes over the bandwidth, asynchronous copies "
     "nothing. Roofline alone: the longer of bytes in the chip's main memory over its bandwidth and "
@@ -976,8 +977,9 @@ SETTINGS = {
     "Atari 128 x 128": ("ppo_atari_envpool_xla_jax", "--num-envs 128"),
 }
 TABLE_TARGETS = ("h100", "v5e")
+FAILED = "?"  # in place of the program in rows of what could not be compiled
 COLUMNS = (
-    "setting, program, target, compile s (CPU s), memory MB, ms [roofline], kernels, per env step, "
+    "setting, program, target, compile s (CPU s), peak MB, ms [roofline], kernels, per env step, "
     "per minibatch, loops by host / on data, sorts, copies, collectives per minibatch"
 ).split(", ")
 
@@ -998,7 +1000,7 @@ def table_row(row):
         row["program"],
         row["target"] + devices,
         f"{row['compile_seconds']:.0f} ({row['compile_cpu_seconds']:.0f})",
-        f"{memory.get('argument_size', 0) + memory.get('temp_size', 0):,.0f}",
+        f"{memory['peak_memory']:,.0f}",
         f"{row['ms']:,.1f} [{row['ms_roofline']:.2g}]",
         f"{row['kernels']:,.0f}",
         "" if env_step is None else f"{env_step:.1f}",
@@ -1100,12 +1102,14 @@ def run_table(choice, rows):
             if process.returncode != 0:
                 lines = process.stderr.strip().splitlines() or [f"exit {process.returncode}"]
                 failed = {"script": script, "flags": flags, "target": target}
-                failed |= {"devices": choice.devices, "program": "?", "error": lines[-1][:200]}
+                failed |= {"devices": choice.devices, "program": FAILED, "error": lines[-1][:200]}
                 new.append(failed)
             for row in new:
                 row["setting"] = setting
             print_table(new)
+            sys.stdout.flush()
             keys = {key_of(row) for row in new}
+            keys.add((setting, script, target, choice.devices, FAILED))  # failed earlier
             rows = [row for row in rows if key_of(row) not in keys] + new
             rows.sort(key=lambda row: list(SETTINGS).index(row["setting"]))
             write_results(choice.out, rows)
