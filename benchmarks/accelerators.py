@@ -781,6 +781,15 @@ def analyze(text, chip, num_steps=None, minibatches=None):
     }
     if num_steps is not None:
         result |= per_part(unit, num_steps, minibatches)
+    kernels, milliseconds = collections.Counter(), collections.Counter()
+    for total, runs, instruction, label in flat:
+        function = label_of(module, instruction), label
+        kernels[function] += runs * is_kernel(instruction)
+        milliseconds[function] += total * 1e3
+    result["most_kernels"] = [
+        {"written_in": name, "in_loop": label, "kernels": count, "ms": milliseconds[name, label]}
+        for (name, label), count in kernels.most_common(12)
+    ]
     longest = sorted(flat, key=lambda item: item[0], reverse=True)[:12]
     result["longest"] = [
         {
@@ -1022,7 +1031,7 @@ def print_table(rows):
 
 
 def print_loops(row):
-    """The tree of loops of a program, and its longest instructions."""
+    """The tree of loops of a program, what has the most kernels, what takes longest."""
     straight = row["straight_line"]
     for part, ms in sorted(row.get("ms_of_parts", {}).items(), key=lambda item: -item[1]):
         print(f"{ms:9.3f} ms {part}")
@@ -1036,6 +1045,13 @@ def print_loops(row):
             f"{loop['us']:,.1f} us; with inner loops {loop['us_with_inner']:,.1f} us; "
             f"in all {loop['ms_in_all']:,.2f} ms ({ops})"
         )
+    print("Functions with the most kernels:")
+    for function in row["most_kernels"]:
+        print(
+            f"{function['kernels']:9,.0f} kernels, {function['ms']:9.3f} ms: "
+            f"{function['written_in']} in {function['in_loop']}"
+        )
+    print("Longest operations:")
     for op in row["longest"]:
         print(
             f"{op['ms']:9.3f} ms = {op['runs']:.0f} x {op['kind']} {op['type']} of "

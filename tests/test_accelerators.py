@@ -249,6 +249,8 @@ def test_training_program_by_hand():
     moved += 6 * (2 * array + product + 64 + 2 * product)
     assert math.isclose(found["ms_roofline"], moved / chip.bandwidth * 1e3)
     assert math.isclose(found["ms"], found["ms_roofline"] + 18 * 1.5e-3)
+    most = found["most_kernels"][0]  # these instructions do not say what they are written in
+    assert most["in_loop"] == "update_epochs.one_epoch" and most["kernels"] == 12
     (gemm,) = [op for op in found["longest"] if "gemm" in op["kind"]]
     assert gemm["runs"] == 6 and gemm["in_loop"] == "update_epochs.one_epoch"
 
