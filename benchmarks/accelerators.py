@@ -729,6 +729,12 @@ def count_ops(loop, pattern, runs=False):
     return total
 
 
+def count_sorts(module):
+    """Sorts in all of a program, also those inside fusions."""
+    instructions = [x for body in module.computations.values() for x in body]
+    return sum(x.opcode == "sort" or "RadixSort" in x.target for x in instructions)
+
+
 def loop_row(loop, depth):
     """A `Loop` for JSON; microseconds of one iteration."""
     return {
@@ -770,7 +776,7 @@ def analyze(text, chip, num_steps=None, minibatches=None):
         "host_driven_iterations": sum(x.runs for x in whiles) if chip.platform == "cuda" else 0,
         "data_dependent_loops": [x.label for x in whiles if x.trips is None],
         "data_dependent_runs": sum(x.runs for x in whiles if x.trips is None),
-        "sorts": count_ops(unit, "^sort|RadixSort"),
+        "sorts": count_sorts(module),
         "copies": count_ops(unit, "^copy"),
         "copies_run": count_ops(unit, "^copy", runs=True),
         "collectives_run": count_ops(unit, COLLECTIVES.pattern, runs=True),
