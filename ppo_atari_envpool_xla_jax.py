@@ -593,6 +593,17 @@ def device_key(key, axis_name):
     return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
 
+def gpu_unroll(platform, steps):
+    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
+
+    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
+    small operations of a step. Within an iteration those of neighbouring steps merge too, and the
+    host, which drives such loops, has fewer turns to make.
+    """
+    is_gpu = platform in ("gpu", "cuda")  # "cuda": compiled for without having one
+    return steps if is_gpu else 1
+
+
 def rollout(args, envs, state, *, platform=None, axis_name=None):
     """Plays T steps in N environments with each of K agents, all in one pool.
 
@@ -695,7 +706,9 @@ def trajectory_values(args, params, last_obs, trajectory, *, platform=None):
     return trajectory.value, next_value
 
 
-def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+def compute_gae(
+    reward, value, next_value, terminated, truncated, gamma, gae_lambda, *, platform=None
+):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -741,7 +754,9 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
         advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    start = jnp.zeros_like(delta[0])
+    unroll = gpu_unroll(platform, 16)
+    _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
     return advantage
 
 
@@ -1006,6 +1021,7 @@ def learn(args, state, trajectory, *, platform=None, axis_name=None):
         trajectory.truncated,
         args.gamma,
         args.gae_lambda,
+        platform=platform,
     )
     target = advantage + value
 

@@ -1384,6 +1384,21 @@ def gru_gates(from_x, from_h, c):
     return reset, keep, new
 
 
+def scan_gru(step, h, inputs, reverse=False):
+    """`jax.lax.scan` for `GRU`; on a GPU eight steps in an iteration, as `gpu_unroll` explains.
+
+    Only here the platform is not handed down but asked for while XLA's program is written: so the
+    signature of `forward` stays free of it.
+    """
+
+    def scan(h, inputs, unroll):
+        return jax.lax.scan(step, h, inputs, reverse=reverse, unroll=unroll)
+
+    on_gpu = functools.partial(scan, unroll=8)
+    elsewhere = functools.partial(scan, unroll=1)
+    return jax.lax.platform_dependent(h, inputs, cuda=on_gpu, default=elsewhere)
+
+
 @jax.custom_vjp
 def run_gru(u, c, from_x, h, start):
     """All steps of `GRU`: hidden states [T, H, M] after each.
@@ -1399,7 +1414,7 @@ def run_gru(u, c, from_x, h, start):
         h = (1 - keep) * new + keep * h
         return h, h
 
-    _, hs = jax.lax.scan(step, h, (from_x, start))
+    _, hs = scan_gru(step, h, (from_x, start))
     return hs
 
 
@@ -1422,30 +1437,30 @@ def run_gru_backwards(residuals, d_hs):
     so the loop has one product a step, and that for u is again one for all steps.
     """
     u, c, from_x, h, start, hs = residuals
-    h_before = jnp.concatenate([h[None], hs[:-1]])  # [T, H, M]
-    h_before = jnp.where(start[:, None], 0.0, h_before)
+    passes = 1.0 - start[:, None]  # [T, 1, M]: nothing passes the start of an episode
+    h_before = passes * jnp.concatenate([h[None], hs[:-1]])  # [T, H, M]
     from_h = jnp.einsum("gh,thm->tgm", u, h_before)
     reset, keep, new = gru_gates(from_x, from_h, c)
     new_h = jnp.split(from_h, 3, axis=1)[2]
     new_slope = (1 - keep) * (1 - new**2)
     reset_slope = new_slope * (new_h + c) * reset * (1 - reset)
     keep_slope = (h_before - new) * keep * (1 - keep)
-    slopes_x = jnp.stack([reset_slope, keep_slope, new_slope], axis=1)  # [T, 3, H, M]
-    slopes_h = jnp.stack([reset_slope, keep_slope, new_slope * reset], axis=1)
-    passes = jnp.where(start, 0.0, 1.0)  # nothing goes back past the start of an episode
+    slopes_x = jnp.concatenate([reset_slope, keep_slope, new_slope], axis=1)  # [T, 3 H, M]
+    slopes_h = jnp.concatenate([reset_slope, keep_slope, new_slope * reset], axis=1)
 
     def step(d_h, inputs):
-        d_out, slope, keep, passes = inputs
+        d_out, slopes, keep = inputs
         d_h = d_h + d_out  # from the steps after this one, and from the loss at this one
-        d_pre = (d_h * slope).reshape(-1, d_h.shape[-1])  # [3 H, M]
-        return passes * (keep * d_h + u.T @ d_pre), d_h
+        d_pre = jnp.concatenate([d_h] * 3) * slopes  # [3 H, M]
+        return keep * d_h + u.T @ d_pre, d_h
 
-    backwards = (d_hs, slopes_h, keep, passes)
-    d_first, d_h = jax.lax.scan(step, jnp.zeros_like(h), backwards, reverse=True)
-    d_from_x = (d_h[:, None] * slopes_x).reshape(from_x.shape)
-    d_from_h = (d_h[:, None] * slopes_h).reshape(from_x.shape)
+    # The start of an episode is in what the loop gets, so that it has one slice less to cut.
+    backwards = (d_hs, passes * slopes_h, passes * keep)
+    d_first, d_h = scan_gru(step, jnp.zeros_like(h), backwards, reverse=True)
+    d_h = jnp.concatenate([d_h] * 3, axis=1)
+    d_from_x, d_from_h = d_h * slopes_x, d_h * slopes_h
     d_u = jnp.einsum("tgm,thm->gh", d_from_h, h_before)
-    d_c = (d_h * slopes_h[:, 2]).sum((0, 2))[:, None]
+    d_c = jnp.split(d_from_h, 3, axis=1)[2].sum((0, 2))[:, None]
     return d_u, d_c, d_from_x, d_first, None
 
 
@@ -1726,6 +1741,17 @@ def truncation_window(args, env):
     return min(env.max_episode_steps, args.num_steps)
 
 
+def gpu_unroll(platform, steps):
+    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
+
+    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
+    small operations of a step. Within an iteration those of neighbouring steps merge too, and the
+    host, which drives such loops, has fewer turns to make.
+    """
+    is_gpu = platform in ("gpu", "cuda")  # "cuda": compiled for without having one
+    return steps if is_gpu else 1
+
+
 def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=None):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
@@ -1801,7 +1827,8 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
     )
     carry = (env_state, agent_state, stats, truncated_state)
     inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
-    carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps)
+    unroll = gpu_unroll(platform, 4)
+    carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps, unroll=unroll)
     env_state, agent_state, stats, truncated_state = carry
     return env_state, agent_state, stats, trajectory, truncated_state
 
@@ -1828,7 +1855,9 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
-def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+def compute_gae(
+    reward, value, next_value, terminated, truncated, gamma, gae_lambda, *, platform=None
+):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -1874,7 +1903,9 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
         advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    start = jnp.zeros_like(delta[0])
+    unroll = gpu_unroll(platform, 16)
+    _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
     return advantage
 
 
@@ -1979,12 +2010,19 @@ def ppo_loss(args, params, batch):
 def random_permutation(key, n):
     """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
 
-    That one sorts, which takes 40% of the speed of training. A Feistel network needs no sort: it is
-    a bijection on the bits of the index, whatever function mixes their halves. Where n is no power
-    of two, indices that leave the range walk on along their cycle until they are back in it
-    (Black & Rogaway, 2002).
+    That one sorts, which takes 40% of the speed of training. Few numbers are ranked by comparing
+    all with all. For many there is a Feistel network: it is a bijection on the bits of the index,
+    whatever function mixes their halves. Where n is no power of two, indices that leave the range
+    walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
-    bits = max(8, (n - 1).bit_length())  # narrower halves have too few functions to be unbiased
+    if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
+        draws = jax.random.bits(key, n, jnp.uint32)
+        index = np.arange(n)
+        is_less = draws < draws[:, None]
+        is_tied = (draws == draws[:, None]) & (index < index[:, None])
+        return (is_less | is_tied).sum(1, dtype=jnp.uint32)
+
+    bits = (n - 1).bit_length()
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
     round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
 
@@ -2127,6 +2165,7 @@ def update(args, state, *, platform=None, sharding=None):
         trajectory.truncated,
         args.gamma,
         args.gae_lambda,
+        platform=platform,
     )
     target = advantage + value
 
@@ -2247,11 +2286,17 @@ def state_shardings(args):
 def over_agents(function, platform):
     """Maps a function of one agent over trees with a leading axis K.
 
-    On a CPU one agent after the other: products that are batched over agents are slower there.
+    On a CPU one agent after the other: products that are batched over agents are slower there. A
+    single agent is never batched, because `lax.cond` under vmap does the work of both branches.
     """
-    if platform != "cpu":
-        return jax.vmap(function)
-    return lambda *trees: jax.lax.map(lambda agent: function(*agent), trees)
+
+    def mapped(*trees):
+        num_agents = len(jax.tree.leaves(trees)[0])
+        if platform == "cpu" or num_agents == 1:
+            return jax.lax.map(lambda agent: function(*agent), trees)
+        return jax.vmap(function)(*trees)
+
+    return mapped
 
 
 def init_agents(args):

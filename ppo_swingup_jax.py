@@ -697,7 +697,18 @@ def where_done(done, fresh, running):
     return jax.tree.map(choose, fresh, running)
 
 
-def rollout(args, env, params, env_state, stats, key):
+def gpu_unroll(platform, steps):
+    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
+
+    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
+    small operations of a step. Within an iteration those of neighbouring steps merge too, and the
+    host, which drives such loops, has fewer turns to make.
+    """
+    is_gpu = platform in ("gpu", "cuda")  # "cuda": compiled for without having one
+    return steps if is_gpu else 1
+
+
+def rollout(args, env, params, env_state, stats, key, *, platform=None):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
@@ -741,7 +752,9 @@ def rollout(args, env, params, env_state, stats, key):
         return (env_state, restart_ended(done, stats)), transition
 
     inputs = action_keys, step_keys, start_states
-    (env_state, stats), trajectory = jax.lax.scan(env_step, (env_state, stats), inputs)
+    (env_state, stats), trajectory = jax.lax.scan(
+        env_step, (env_state, stats), inputs, unroll=gpu_unroll(platform, 4)
+    )
     return env_state, stats, trajectory
 
 
@@ -778,7 +791,9 @@ def trajectory_values(args, env, params, trajectory):
     return value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
-def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+def compute_gae(
+    reward, value, next_value, terminated, truncated, gamma, gae_lambda, *, platform=None
+):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -824,7 +839,9 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
         advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    start = jnp.zeros_like(delta[0])
+    unroll = gpu_unroll(platform, 16)
+    _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
     return advantage
 
 
@@ -943,12 +960,19 @@ def loss_gradient(args, params, batch, platform):
 def random_permutation(key, n):
     """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
 
-    That one sorts, which takes 40% of the speed of training. A Feistel network needs no sort: it is
-    a bijection on the bits of the index, whatever function mixes their halves. Where n is no power
-    of two, indices that leave the range walk on along their cycle until they are back in it
-    (Black & Rogaway, 2002).
+    That one sorts, which takes 40% of the speed of training. Few numbers are ranked by comparing
+    all with all. For many there is a Feistel network: it is a bijection on the bits of the index,
+    whatever function mixes their halves. Where n is no power of two, indices that leave the range
+    walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
-    bits = max(8, (n - 1).bit_length())  # narrower halves have too few functions to be unbiased
+    if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
+        draws = jax.random.bits(key, n, jnp.uint32)
+        index = np.arange(n)
+        is_less = draws < draws[:, None]
+        is_tied = (draws == draws[:, None]) & (index < index[:, None])
+        return (is_less | is_tied).sum(1, dtype=jnp.uint32)
+
+    bits = (n - 1).bit_length()
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
     round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
 
@@ -1066,7 +1090,7 @@ def update(args, state, *, platform=None, sharding=None):
 
     # --- Play ---
     env_state, stats, trajectory = rollout(
-        args, env, state.params, state.env_state, state.stats, rollout_key
+        args, env, state.params, state.env_state, state.stats, rollout_key, platform=platform
     )
 
     # --- Advantages ---
@@ -1079,6 +1103,7 @@ def update(args, state, *, platform=None, sharding=None):
         trajectory.truncated,
         args.gamma,
         args.gae_lambda,
+        platform=platform,
     )
     target = advantage + value
 
@@ -1190,11 +1215,17 @@ def state_shardings(args):
 def over_agents(function, platform):
     """Maps a function of one agent over trees with a leading axis K.
 
-    On a CPU one agent after the other: products that are batched over agents are slower there.
+    On a CPU one agent after the other: products that are batched over agents are slower there. A
+    single agent is never batched, because `lax.cond` under vmap does the work of both branches.
     """
-    if platform != "cpu":
-        return jax.vmap(function)
-    return lambda *trees: jax.lax.map(lambda agent: function(*agent), trees)
+
+    def mapped(*trees):
+        num_agents = len(jax.tree.leaves(trees)[0])
+        if platform == "cpu" or num_agents == 1:
+            return jax.lax.map(lambda agent: function(*agent), trees)
+        return jax.vmap(function)(*trees)
+
+    return mapped
 
 
 def init_agents(args):

@@ -149,7 +149,7 @@ def test_gru_equals_flax():
 
 
 def test_gru_gradient_equals_autodiff():
-    """The backward pass by hand against JAX's of the same steps, for every argument; vmapped too."""
+    """The backward pass by hand against JAX's of the same steps, for all arguments; vmapped too."""
     size, num_steps, num_envs = 5, 7, 4
     rng = np.random.default_rng(0)
     shapes = [(3 * size, size), (size, 1), (num_steps, 3 * size, num_envs), (size, num_envs)]

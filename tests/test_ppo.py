@@ -455,8 +455,8 @@ def test_update_learns_from_the_advantages_of_its_rollout(script, monkeypatch):
     args = quick_args(script, num_steps=128, total_timesteps=10**5)  # some episodes end
     rollout, seen = script.rollout, {}
 
-    def watched_rollout(*inputs):
-        *others, seen["trajectory"] = rollout(*inputs)
+    def watched_rollout(*inputs, **platform):
+        *others, seen["trajectory"] = rollout(*inputs, **platform)
         return *others, seen["trajectory"]
 
     def no_epochs(args, params, opt_state, batch, *others):
