@@ -13,7 +13,7 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute
-    python ppo_minigrid_rnn.py --list-envs                # all 44 environments
+    python ppo_minigrid_rnn.py --list-envs                # all 49 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
@@ -30,7 +30,7 @@ The setting of the notebook that this script succeeds, for comparisons:
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256 --no-reset-hidden
 
-The environments are 44 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
+The environments are 49 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
 rules and distributions of levels; missions, which none of them needs, are left out.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
@@ -314,8 +314,6 @@ VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, f
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
 TILE = 8  # pixels of a cell's side in the view of --img-obs
 
-MAX_UNIFORMS = 29  # random numbers that a level may use; KeyCorridorS3R3 needs all of them
-
 
 def kind_of(cells):
     """Kinds of cells, without their colours."""
@@ -457,17 +455,18 @@ class MiniGrid:
     width: int
     height: int
     max_episode_steps: int
-    level: Callable  # (env, uniforms [MAX_UNIFORMS]) -> Level
+    level: Callable  # (env, uniforms [num_uniforms]) -> Level
     end_rule: Callable | None = None  # (before, action, after) -> (success [], failure [])
     see_through_walls: bool = False
     num_obstacles: int = 0
+    num_uniforms: int = 29  # random numbers that a level may use; too few are an error when traced
     num_actions: int = 7
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
     pixels: bool = False  # observe pictures instead of codes
 
     def reset(self, key):
         """A start state, drawn with a PRNG key from Farama's distribution of levels."""
-        uniforms = jax.random.uniform(key, (MAX_UNIFORMS,))
+        uniforms = jax.random.uniform(key, (self.num_uniforms,))
         level = self.level(self, uniforms)
         return GridState(
             grid=level.grid,
@@ -695,6 +694,25 @@ def below(uniform, n):
     return (uniform * n).astype(jnp.int32)
 
 
+def several_below(uniform, *sizes):
+    """Independent random integers below each of `sizes`, digits of one uniform number.
+
+    A uniform number has 23 random bits, so the product of the sizes must be small beside 2^23.
+    """
+    rest = below(uniform, math.prod(sizes))
+    digits = []
+    for size in sizes:
+        digits.append(rest % size)
+        rest = rest // size
+    return digits
+
+
+def random_colours(uniform):
+    """The six colours [6] in a random order."""
+    orders = np.array(list(itertools.permutations(range(6))), np.int32)  # [720, 6]
+    return at(orders, below(uniform, len(orders)))
+
+
 def pick(uniform, allowed):
     """The index of a random one of the true entries of `allowed` [n]; n where there is none."""
     rank = jnp.cumsum(allowed.astype(jnp.int32))
@@ -916,31 +934,46 @@ def red_blue_doors_level(env, uniforms):
 
 
 def key_corridor_level(env, uniforms):
-    """Rooms of one cell left and right of a hallway: a key on the left, a locked ball on the right.
+    """Rooms left and right of a hallway: a key on the left, a ball in a locked room on the right.
 
     Farama's `connect_all` adds doors in a random order until every room can be reached. So give
     each possible door a random time at which it opens, and open those up to the moment at which the
     last room is reached.
     """
-    for_lock, for_key, for_colour, for_ball_colour, for_agent = uniforms[:5]
+    for_lock, for_key, for_key_colour, for_ball, for_agent = uniforms[:5]
     x, y = coordinates(env)
-    num_rows = env.height // 2
-    locked_row = below(for_lock, num_rows)
-    key_row = below(for_key, num_rows)
-    colour = below(for_colour, 6)
-    grid = make_room(env, (x % 2 == 0) | ((y % 2 == 0) & (x != 3)))
-    locked_y, key_y = 2 * locked_row + 1, 2 * key_row + 1
-    grid = put(grid, locked_y * env.width + 4, DOOR_LOCKED + colour)
-    grid = put(grid, locked_y * env.width + 5, BALL + below(for_ball_colour, 6))
-    grid = put(grid, key_y * env.width + 1, KEY + colour)
-    middle = 2 * (num_rows // 2) + 1  # the agent's room; walls above and below it are removed
-    position, direction = random_agent(env, for_agent, grid, (x == 3) & (abs(y - middle) <= 1))
+    pitch = (env.width - 1) // 3  # from one wall to the next
+    inside = pitch - 1  # cells between them
+    num_rows = (env.height - 1) // pitch
+    row = np.arange(num_rows)
+    is_hallway = (x > pitch) & (x < 2 * pitch)
+    grid = make_room(env, (x % pitch == 0) | ((y % pitch == 0) & ~is_hallway))
 
     # --- Possible doors [R, 4] of each row: left and right room to the hallway, both downwards ---
     num_doors = 4 * num_rows
     time = uniforms[5 : 5 + num_doors].reshape(num_rows, 4)
-    door_colour = below(uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4), 6)
-    row = np.arange(num_rows)
+    for_door = uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4)
+    door_colour, door_place = several_below(for_door, 6, inside)
+    along = door_place + 1  # from the corner of the room
+    sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([1, 2]) * pitch
+    down_cells = pitch * (row[:, None] + 1) * env.width + np.array([0, 2]) * pitch + along[:, 2:]
+    door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
+
+    # --- The locked door, what is behind it, and its key ---
+    locked_row = below(for_lock, num_rows)
+    colour = below(for_key_colour, 6)
+    ball_colour, ball_x, ball_y = several_below(for_ball, 6, inside, inside)
+    key_row, key_x, key_y = several_below(for_key, num_rows, inside, inside)
+    grid = put(grid, at(door_cells[:, 1], locked_row), DOOR_LOCKED + colour)
+    ball = (pitch * locked_row + 1 + ball_y) * env.width + 2 * pitch + 1 + ball_x
+    grid = put(grid, ball, BALL + ball_colour)
+    key = (pitch * key_row + 1 + key_y) * env.width + 1 + key_x
+    grid = put(grid, key, KEY + colour)
+    top = pitch * (num_rows // 2)  # of the agent's room; walls above and below it are removed
+    is_start = is_hallway & (y >= top) & (y <= top + pitch)
+    position, direction = random_agent(env, for_agent, grid, is_start)
+
+    # --- When does each of the other doors open? ---
     is_bottom = row == num_rows - 1
     is_locked = row == locked_row
     is_above_locked = row + 1 == locked_row
@@ -960,10 +993,68 @@ def key_corridor_level(env, uniforms):
             last_time = jnp.maximum(last_time, way_out.max())
     is_open = time <= last_time
 
-    cells = (2 * row[:, None] + np.array([1, 1, 2, 2])) * env.width + np.array([2, 4, 1, 5])
     doors = jnp.uint8(DOOR_CLOSED) + door_colour.astype(jnp.uint8)
-    grid = grid.at[cells].set(jnp.where(is_open, doors, at(grid, cells)))
+    grid = grid.at[door_cells].set(jnp.where(is_open, doors, at(grid, door_cells)))
     return Level(grid, position, direction)
+
+
+def locked_room_level(env, uniforms):
+    """Three rooms on each side of a hallway; one is locked and holds the goal, another its key."""
+    for_locked, for_key, for_goal_cell, for_key_cell, for_colours = uniforms[:5]
+    for_agent, for_direction = uniforms[5:7]
+    x, y = coordinates(env)
+    left, right = env.width // 2 - 2, env.width // 2 + 2  # the hallway's walls
+    pitch = env.height // 3
+    is_hallway = (x > left) & (x < right)
+    grid = make_room(env, (x == left) | (x == right) | ((y % pitch == 0) & ~is_hallway))
+
+    # --- Rooms, counted row by row ---
+    room = np.arange(6)
+    room_left, room_top = room % 2 * right, room // 2 * pitch  # corners
+    locked_room = below(for_locked, 6)
+    key_room = (locked_room + 1 + below(for_key, 5)) % 6
+
+    def random_place(uniform, room):
+        place_x, place_y = several_below(uniform, left - 1, pitch - 1)
+        return (at(room_top, room) + 1 + place_y) * env.width + at(room_left, room) + 1 + place_x
+
+    colours = random_colours(for_colours)
+    colour = at(colours, locked_room)
+    doors = jnp.where(room == locked_room, DOOR_LOCKED, DOOR_CLOSED) + colours
+    door_cells = (room_top + 3) * env.width + np.where(room % 2 == 0, left, right)
+    grid = grid.at[door_cells].set(doors.astype(jnp.uint8))
+    grid = put(grid, random_place(for_goal_cell, locked_room), GREEN_GOAL)
+    grid = put(grid, random_place(for_key_cell, key_room), KEY + colour)
+    position = random_cell(for_agent, grid, is_hallway)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def playground_level(env, uniforms):
+    """Nine rooms, a door in each wall between two of them, twelve objects anywhere; no goal."""
+    num_objects = 12
+    for_agent, for_direction = uniforms[:2]
+    for_door = uniforms[2:14].reshape(2, 3, 2)
+    for_object = uniforms[14 : 14 + num_objects]
+    for_cell = uniforms[14 + num_objects : 14 + 2 * num_objects]
+    x, y = coordinates(env)
+    pitch = env.width // 3
+    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
+
+    # --- Doors [2, 3, 2]: in columns of wall, then in rows; room along the wall; which wall ---
+    colour, place = several_below(for_door, 6, pitch - 2)  # none beside the wall's last crossing
+    along = pitch * np.arange(3)[:, None] + 1 + place
+    across = pitch * np.array([1, 2])
+    in_columns = along[0] * env.width + across
+    in_rows = across * env.width + along[1]
+    doors = (DOOR_CLOSED + colour).astype(jnp.uint8)
+    grid = grid.at[jnp.stack([in_columns, in_rows])].set(doors)
+
+    position = random_cell(for_agent, grid)
+    colours, kinds = several_below(for_object, 6, 3)
+    objects = KEY + 8 * kinds + colours  # key, ball or box
+    for uniform, content in zip(for_cell, objects, strict=True):
+        grid = put(grid, random_cell(uniform, grid, taken=position), content)
+    return Level(grid, position, below(for_direction, 4))
 
 
 # --- The ids ---
@@ -1035,6 +1126,11 @@ TABLE = [
     ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, {"end_rule": take_ball_end}),
     ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, {"end_rule": take_ball_end}),
     ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, {"end_rule": take_ball_end}),
+    ("KeyCorridorS4R3", 10, 10, 480, key_corridor_level, {"end_rule": take_ball_end}),
+    ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, {"end_rule": take_ball_end}),
+    ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, {"end_rule": take_ball_end}),
+    ("LockedRoom", 19, 19, 190, locked_room_level, {}),
+    ("Playground", 19, 19, 100, playground_level, {"num_uniforms": 38}),
 ]
 ENVIRONMENTS = {
     full_id(name): MiniGrid(full_id(name), width, height, limit, level, **fields)
