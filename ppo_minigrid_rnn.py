@@ -13,7 +13,7 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute
-    python ppo_minigrid_rnn.py --list-envs                # all 49 environments
+    python ppo_minigrid_rnn.py --list-envs                # all 53 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
@@ -30,7 +30,7 @@ The setting of the notebook that this script succeeds, for comparisons:
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256 --no-reset-hidden
 
-The environments are 49 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
+The environments are 53 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
 rules and distributions of levels; missions, which none of them needs, are left out.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
@@ -139,7 +139,8 @@ Count = Annotated[
 
 def full_id(text):
     """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out."""
-    return f"MiniGrid-{text.removeprefix('MiniGrid-').removesuffix('-v0')}-v0"
+    name = text.removeprefix("MiniGrid-")
+    return f"MiniGrid-{name}" if name.endswith(("-v0", "-v1")) else f"MiniGrid-{name}-v0"
 
 
 EnvId = Annotated[
@@ -594,7 +595,8 @@ class MiniGrid:
         ??X.#??
         ??#.#??
         """
-        # Cell 0, which is a wall in every level, stands for those outside the grid.
+        # Cell 0 stands for those outside the grid: it is a wall wherever these can be seen. (In
+        # MultiRoom it is not, but nobody sees beyond the walls of the rooms.)
         shown = np.maximum(view_table(self.width, self.height), 0)
         cells = at(state.grid, at(shown, state.position * 4 + state.direction))  # [49]
         cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)
@@ -1057,6 +1059,117 @@ def playground_level(env, uniforms):
     return Level(grid, position, below(for_direction, 4))
 
 
+class Rooms(NamedTuple):
+    """Rectangles of rooms, walls included; integers of any one shape."""
+
+    left: jax.Array
+    top: jax.Array
+    width: jax.Array
+    height: jax.Array
+
+
+def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
+    """A chain of rooms of random sizes, doors between them; agent in the first, goal in the last.
+
+    Farama adds room to room, each with up to eight tries to fit it in, and begins anew until it has
+    a chain of all rooms. Here `num_chains` chains are made side by side and the first whole one
+    counts, which has the same distribution. That none is whole has a probability below 4e-7 with
+    the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
+    chain, with the goal in its last room.
+    """
+    num_tries = 8
+    sizes = max_size - 3  # from 4 to `max_size`, walls included
+    for_left, for_top = uniforms[: 2 * num_chains].reshape(2, num_chains)
+    end_of_tries = 2 * num_chains + 3 * (num_rooms - 1) * num_chains * num_tries
+    for_tries = uniforms[2 * num_chains : end_of_tries]
+    for_tries = for_tries.reshape(3, num_rooms - 1, num_chains, num_tries)
+    for_start = uniforms[end_of_tries : end_of_tries + 3]
+    for_doors = uniforms[end_of_tries + 3 : end_of_tries + 3 + num_rooms - 1]
+
+    # --- The first rooms [C] of the chains: one of all places and sizes that fit in ---
+    # Farama's check leaves the last row of the grid free, and so does this.
+    corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
+    lefts, widths = np.nonzero(corner + size <= env.width)
+    tops, heights = np.nonzero(corner + size < env.height)
+    column, row = below(for_left, len(lefts)), below(for_top, len(tops))
+    room = Rooms(
+        left=at(lefts, column),
+        top=at(tops, row),
+        width=at(widths, column) + 4,
+        height=at(heights, row) + 4,
+    )
+
+    # --- One room more: eight tries [C, 8], the first that fits counts ---
+    # A scan, because XLA takes minutes to compile this five times in a row.
+    def add_room(carry, inputs):
+        room, entry_wall, is_whole, others = carry
+        number, for_shape, for_door, for_place = inputs
+        last = jax.tree.map(lambda side: side[:, None], room)
+        more_width, more_height, turn = several_below(for_shape, sizes, sizes, 3)
+        width, height = more_width + 4, more_height + 4
+        exit_wall = (entry_wall[:, None] + 1 + turn) % 4  # never where one came in
+        is_right, is_bottom, is_left, is_top = (exit_wall == wall for wall in range(4))
+        is_sideways = is_right | is_left
+        door_x = last.left + 1 + below(for_door, last.width - 2)
+        door_x = jnp.where(is_sideways, last.left + is_right * (last.width - 1), door_x)
+        door_y = last.top + 1 + below(for_door, last.height - 2)
+        door_y = jnp.where(is_sideways, door_y, last.top + is_bottom * (last.height - 1))
+        left = door_x - 1 - below(for_place, width - 2)
+        left = jnp.where(is_sideways, door_x - is_left * (width - 1), left)
+        top = door_y - 1 - below(for_place, height - 2)
+        top = jnp.where(is_sideways, top, door_y - is_top * (height - 1))
+
+        # Does it fit in? The last room needs no check: it lies on the other side of the door.
+        fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
+        other = jax.tree.map(lambda side: side[:, :, None], others)  # [R, C, 1]
+        is_apart = (left + width < other.left) | (other.left + other.width <= left)
+        is_apart |= (top + height < other.top) | (other.top + other.height <= top)
+        fits &= is_apart.all(0)
+        is_chosen = fits & (jnp.cumsum(fits, axis=1) == 1)
+
+        def chosen(values):
+            return jnp.where(is_chosen, values, 0).sum(1)  # [C]
+
+        others = jax.tree.map(lambda sides, side: sides.at[number].set(side), others, room)
+        room = Rooms(chosen(left), chosen(top), chosen(width), chosen(height))
+        is_whole &= fits.any(1)
+        carry = room, chosen((exit_wall + 2) % 4), is_whole, others
+        return carry, (room, chosen(door_y * env.width + door_x), is_whole)
+
+    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)
+    entry_wall = jnp.full(num_chains, 2)  # walls are 0 right, 1 bottom, 2 left, 3 top
+    carry = room, entry_wall, jnp.ones(num_chains, bool), Rooms(*[nowhere] * 4)
+    number = jnp.arange(num_rooms - 1)
+    _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
+
+    # --- Draw the longest chain ---
+    chain = is_whole.sum(0).argmax()
+    length = 1 + is_whole[:, chain].sum()
+    rooms = jax.tree.map(
+        lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
+    )  # [R, 1]
+    right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
+    x, y = coordinates(env)
+    in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [R, H * W]
+    is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
+    is_wall = in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
+    grid = jnp.where(is_wall.any(0), jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+    colour = None
+    for number, (door, uniform) in enumerate(zip(doors[:, chain], for_doors, strict=True)):
+        if colour is None:
+            colour = below(uniform, 6)
+        else:
+            colour = (colour + 1 + below(uniform, 5)) % 6  # another one than the door before has
+        with_door = put(grid, door, DOOR_CLOSED + colour)
+        grid = jnp.where(number + 1 < length, with_door, grid)
+
+    for_agent, for_direction, for_goal = for_start
+    position = random_cell(for_agent, grid, is_inside[0])
+    goal = random_cell(for_goal, grid, at(is_inside, length - 1), taken=position)
+    grid = put(grid, goal, GREEN_GOAL)
+    return Level(grid, position, below(for_direction, 4))
+
+
 # --- The ids ---
 
 
@@ -1073,6 +1186,10 @@ WALL_CROSSING = variant(crossing_level, obstacle=GREY_WALL)
 RANDOM_MEMORY = variant(memory_level, random_length=True)
 BOX_BEHIND = variant(unlock_level, box=True)
 BALL_BEFORE = variant(unlock_level, box=True, ball=True)
+TWO_ROOMS = variant(multi_room_level, num_rooms=2, max_size=4, num_chains=3)
+FOUR_SMALL_ROOMS = variant(multi_room_level, num_rooms=4, max_size=5, num_chains=10)
+SIX_SMALL_ROOMS = variant(multi_room_level, num_rooms=6, max_size=5, num_chains=16)
+SIX_LARGE_ROOMS = variant(multi_room_level, num_rooms=6, max_size=10, num_chains=40)
 
 
 def moving(num_obstacles):
@@ -1130,6 +1247,10 @@ TABLE = [
     ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, {"end_rule": take_ball_end}),
     ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, {"end_rule": take_ball_end}),
     ("LockedRoom", 19, 19, 190, locked_room_level, {}),
+    ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, {"num_uniforms": 82}),
+    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, {"num_uniforms": 1960}),  # not four
+    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, {"num_uniforms": 746}),
+    ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, {"num_uniforms": 4888}),
     ("Playground", 19, 19, 100, playground_level, {"num_uniforms": 38}),
 ]
 ENVIRONMENTS = {
@@ -1139,12 +1260,17 @@ ENVIRONMENTS = {
 
 
 def find_env(env_id):
-    """The environment of an id; UsageError with the nearest ids where there is none."""
-    if full_id(env_id) not in ENVIRONMENTS:
-        nearest = difflib.get_close_matches(full_id(env_id), ENVIRONMENTS, n=3, cutoff=0)
-        message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-        raise UsageError(f"{message} (--list-envs lists all)")
-    return ENVIRONMENTS[full_id(env_id)]
+    """The environment of an id; UsageError with the nearest ids where there is none.
+
+    Where Farama has one version only, -v1 means the same as -v0.
+    """
+    name = full_id(env_id)
+    for known in (name, name.removesuffix("-v1") + "-v0"):
+        if known in ENVIRONMENTS:
+            return ENVIRONMENTS[known]
+    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
+    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
+    raise UsageError(f"{message} (--list-envs lists all)")
 
 
 def make_env(args):
