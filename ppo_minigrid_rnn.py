@@ -13,7 +13,7 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute
-    python ppo_minigrid_rnn.py --list-envs                # all 53 environments
+    python ppo_minigrid_rnn.py --list-envs                # all 63 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
@@ -30,8 +30,8 @@ The setting of the notebook that this script succeeds, for comparisons:
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256 --no-reset-hidden
 
-The environments are 53 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
-rules and distributions of levels; missions, which none of them needs, are left out.
+The environments are 63 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
+rules, missions and distributions of levels.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
@@ -316,6 +316,14 @@ AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by ro
 TILE = 8  # pixels of a cell's side in the view of --img-obs
 
 
+# What differs between the missions of one environment: each varying part of the sentence is one of
+# these, so a mission is a few whole numbers. Colours and things are in the order of their codes.
+COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
+THING_WORDS = ["key", "ball", "box"]
+VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
+WORDS = COLOUR_WORDS + THING_WORDS + VERB_WORDS
+
+
 def kind_of(cells):
     """Kinds of cells, without their colours."""
     return cells & 0xF8
@@ -324,6 +332,16 @@ def kind_of(cells):
 def colour_of(cells):
     """Colours of cells."""
     return cells & 7
+
+
+def words_of(cell):
+    """The mission's numbers for a key, ball or box: (colour, thing)."""
+    return colour_of(cell), (cell - KEY) // 8 + len(COLOUR_WORDS)
+
+
+def named(colour, thing):
+    """The key, ball or box, a cell, of a mission's (colour, thing)."""
+    return KEY + 8 * (thing - len(COLOUR_WORDS)) + colour
 
 
 def unpack(cells):
@@ -414,6 +432,7 @@ class GridState(NamedTuple):
     carrying: jax.Array  # [] uint8, a cell; EMPTY for nothing
     step_count: jax.Array  # [] int32
     marks: jax.Array  # [any] int32, the level's marked cells: see `Level`
+    mission: Any  # [any] int32, indices into WORDS; () where the mission is always the same
 
 
 class Level(NamedTuple):
@@ -423,6 +442,7 @@ class Level(NamedTuple):
     position: jax.Array  # the agent's cell
     direction: jax.Array  # where it looks
     marks: tuple = ()  # cells that the end rule asks for; of obstacles, in the order they move
+    mission: tuple = ()  # indices into WORDS, of what `MiniGrid.sentence` leaves open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,6 +453,7 @@ class MiniGrid:
     | ----------- | ---------------------------------------------------------------------------- |
     | state       | `GridState`                                                                  |
     | observation | {"image": uint8 [7, 7, 3], "direction": 0 to 3}; see `observe`               |
+    |             | Fetch, GoToDoor, GoToObject, PutNear: "mission" too, int32 [1 to 4]          |
     | action      | 0 left, 1 right, 2 forward, 3 pick up, 4 drop, 5 toggle, 6 done              |
     | reward      | 1 - 0.9 * step_count / max_episode_steps on success, else 0                  |
     | terminated  | goal or lava entered, or what the family's `end_rule` says                   |
@@ -440,6 +461,12 @@ class MiniGrid:
     | start       | a level drawn by the family's `level`                                        |
 
     Dynamic-Obstacles has the actions 0 to 2 only; a collision ends the episode with reward -1.
+    Playground has no goal.
+
+    A mission is the sentence that says what to do. Where levels of one id differ in it, the state
+    holds the words that differ as numbers. Four families cannot be played without knowing them:
+    these observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows
+    what to do, so they do not, although their sentences differ too; `mission` has them all.
 
     The agent does not see the state. It sees the cells in front of it, in its own frame of
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
@@ -457,7 +484,9 @@ class MiniGrid:
     height: int
     max_episode_steps: int
     level: Callable  # (env, uniforms [num_uniforms]) -> Level
-    end_rule: Callable | None = None  # (before, action, after) -> (success [], failure [])
+    end_rule: Callable | None = None  # (env, before, action, after) -> (success [], failure [])
+    sentence: str = "get to the green goal square"  # the mission, with {} for each word of a level
+    observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
     num_uniforms: int = 29  # random numbers that a level may use; too few are an error when traced
@@ -476,6 +505,7 @@ class MiniGrid:
             carrying=jnp.uint8(EMPTY),
             step_count=jnp.int32(0),
             marks=jnp.array(level.marks, jnp.int32),
+            mission=jnp.array(level.mission, jnp.int32) if level.mission else (),
         )
 
     def step(self, key, state, action):
@@ -485,10 +515,14 @@ class MiniGrid:
             marks = self.move_obstacles(key, state)
         return self.transition(state, action, marks)
 
+    def front(self, state):
+        """The cell in front of the agent."""
+        ahead = np.array([1, self.width, -1, -self.width], np.int32)  # by direction
+        return state.position + at(ahead, state.direction)
+
     def transition(self, state, action, marks):
         """`step` without its randomness; `marks` are the cells to which the obstacles move."""
-        ahead = np.array([1, self.width, -1, -self.width], np.int32)  # by direction
-        front = state.position + at(ahead, state.direction)
+        front = self.front(state)
         grid = state.grid
         if self.num_obstacles:
             action = jnp.where(action < self.num_actions, action, LEFT)
@@ -526,13 +560,14 @@ class MiniGrid:
             carrying=carrying,
             step_count=state.step_count + 1,
             marks=marks,
+            mission=state.mission,
         )
 
         # --- Is it the end, and which? ---
         success = (action == FORWARD) & (kind == GOAL)
         failure = (action == FORWARD) & (kind == LAVA)
         if self.end_rule is not None:
-            won, lost = self.end_rule(state, action, after)
+            won, lost = self.end_rule(self, state, action, after)
             success = (success | won) & ~lost
             failure = failure | lost
         reward = jnp.where(success, 1 - 0.9 * (after.step_count / self.max_episode_steps), 0.0)
@@ -627,11 +662,24 @@ class MiniGrid:
         """What the agent sees of a state: {"image": uint8, "direction": [] int32}.
 
         The image is Farama's [7, 7, 3], axes (column, row, code) with the codes (object, colour,
-        state), or with `pixels` a picture [56, 56, 3] of the view (`RGBImgPartialObsWrapper`).
+        state), or with `pixels` a picture [56, 56, 3] of the view (`RGBImgPartialObsWrapper`). With
+        `observes_mission` there is the "mission" too, int32 [any], indices into WORDS.
         """
         view = self.view(state)
         image = draw_view(view) if self.pixels else unpack(view.T)
-        return {"image": image, "direction": state.direction}
+        obs = {"image": image, "direction": state.direction}
+        if self.observes_mission:
+            obs["mission"] = state.mission
+        return obs
+
+    def mission(self, state):
+        """What to do in the level of a state: Farama's sentence, made on the host.
+
+        >>> env = find_env("PutNear-6x6-N2")
+        >>> env.mission(env.reset(jax.random.key(0)))
+        'put the yellow ball near the grey key'
+        """
+        return self.sentence.format(*(WORDS[number] for number in np.asarray(state.mission, int)))
 
     def render(self, state, tile_size=32):
         """Draws a state on the host, what the agent sees brighter; uint8 [rows, columns, 3]."""
@@ -647,32 +695,32 @@ class MiniGrid:
         return image.reshape(self.height * tile_size, self.width * tile_size, 3)
 
 
-# --- End rules: (before, action, after) -> (success, failure), on top of goal and lava ---
+# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava ---
 
 
-def memory_end(before, action, after):
+def memory_end(env, before, action, after):
     """The agent stands beside the matching object (success) or beside the other one (failure)."""
     matching, other = after.marks
     return after.position == matching, after.position == other
 
 
-def door_end(before, action, after):
+def door_end(env, before, action, after):
     """The door is open after a toggle."""
     is_open = kind_of(at(after.grid, after.marks[0])) == DOOR_OPEN
     return (action == TOGGLE) & is_open, jnp.bool_(False)
 
 
-def take_box_end(before, action, after):
+def take_box_end(env, before, action, after):
     """The agent holds the box, the only one of these levels."""
     return (action == PICKUP) & (kind_of(after.carrying) == BOX), jnp.bool_(False)
 
 
-def take_ball_end(before, action, after):
+def take_ball_end(env, before, action, after):
     """The agent holds the ball, the only one that KeyCorridor has."""
     return (action == PICKUP) & (kind_of(after.carrying) == BALL), jnp.bool_(False)
 
 
-def red_blue_end(before, action, after):
+def red_blue_end(env, before, action, after):
     """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
     red, blue = before.marks
     red_was_open = kind_of(at(before.grid, red)) == DOOR_OPEN
@@ -683,6 +731,38 @@ def red_blue_end(before, action, after):
     blue_first = blue_is_open & ~red_was_open
     blue_shut = ~blue_is_open & blue_was_open & red_is_open
     return success, blue_first | blue_shut
+
+
+def fetch_end(env, before, action, after):
+    """The agent holds something: what the mission names (success) or anything else (failure)."""
+    _, colour, thing = after.mission
+    holds_right = after.carrying == named(colour, thing)
+    return holds_right, (after.carrying != EMPTY) & ~holds_right
+
+
+def go_to_end(env, before, action, after):
+    """Done, beside the marked cell (success) or elsewhere (failure); toggling fails too."""
+    distance = jnp.abs(after.position - after.marks[0])
+    is_beside = (distance == 1) | (distance == env.width)  # the agent is never in the outer walls
+    is_done = action == DONE
+    return is_done & is_beside, (is_done & ~is_beside) | (action == TOGGLE)
+
+
+def put_near_end(env, before, action, after):
+    """What is dropped lies beside the marked cell, corners included (success), or does not.
+
+    Taking anything but the first thing of the mission fails, as does trying to drop where no room
+    is. Where the second thing was at the start counts, and not what is dropped.
+    """
+    colour, thing, _, _ = after.mission
+    takes_wrong = (after.carrying != EMPTY) & (after.carrying != named(colour, thing))
+    tries_to_drop = (action == DROP) & (before.carrying != EMPTY)
+    front, near = env.front(after), after.marks[0]
+    distance_x = jnp.abs(front % env.width - near % env.width)
+    distance_y = jnp.abs(front // env.width - near // env.width)
+    is_near = (distance_x <= 1) & (distance_y <= 1)
+    success = tries_to_drop & (after.carrying == EMPTY) & is_near
+    return success, (tries_to_drop & ~success) | ((action == PICKUP) & takes_wrong)
 
 
 # --- Generators of levels: (env, uniforms) -> Level ---
@@ -905,16 +985,18 @@ def unlock_level(env, uniforms, box=False, ball=False):
     colour = below(for_colour, 6)
     grid = make_room(env, x == wall)
     grid = put(grid, door, DOOR_LOCKED + colour)
+    box_colour = below(for_box_colour, 6)
     if box:
         # Not on or beside the middle of the right room: there RoomGrid has put the agent meanwhile.
         distance = abs(x - 8) + abs(y - 3)
         cell = random_cell(for_box, grid, (x > wall) & (distance > 1))
-        grid = put(grid, cell, BOX + below(for_box_colour, 6))
+        grid = put(grid, cell, BOX + box_colour)
     if ball:
         grid = put(grid, door - 1, BALL + below(for_ball, 6))
     grid = put(grid, random_cell(for_key, grid, x < wall), KEY + colour)
     position, direction = random_agent(env, for_agent, grid, x < wall)
-    return Level(grid, position, direction, marks=(door,))
+    mission = (box_colour,) if box else ()
+    return Level(grid, position, direction, marks=(door,), mission=mission)
 
 
 def red_blue_doors_level(env, uniforms):
@@ -997,7 +1079,7 @@ def key_corridor_level(env, uniforms):
 
     doors = jnp.uint8(DOOR_CLOSED) + door_colour.astype(jnp.uint8)
     grid = grid.at[door_cells].set(jnp.where(is_open, doors, at(grid, door_cells)))
-    return Level(grid, position, direction)
+    return Level(grid, position, direction, mission=(ball_colour,))
 
 
 def locked_room_level(env, uniforms):
@@ -1028,7 +1110,8 @@ def locked_room_level(env, uniforms):
     grid = put(grid, random_place(for_goal_cell, locked_room), GREEN_GOAL)
     grid = put(grid, random_place(for_key_cell, key_room), KEY + colour)
     position = random_cell(for_agent, grid, is_hallway)
-    return Level(grid, position, below(for_direction, 4))
+    mission = colour, at(colours, key_room)
+    return Level(grid, position, below(for_direction, 4), mission=mission)
 
 
 def playground_level(env, uniforms):
@@ -1170,6 +1253,96 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
     return Level(grid, position, below(for_direction, 4))
 
 
+def fetch_level(env, uniforms, num_objects):
+    """Keys and balls; one of them is to be fetched, or another of the same colour and kind."""
+    for_agent, for_direction, for_target, for_verb = uniforms[:4]
+    for_object = uniforms[4 : 4 + num_objects]
+    for_cell = uniforms[4 + num_objects : 4 + 2 * num_objects]
+    colours, kinds = several_below(for_object, 6, 2)
+    objects = KEY + 8 * kinds + colours  # key or ball
+    grid = make_room(env)
+    for uniform, content in zip(for_cell, objects, strict=True):
+        grid = put(grid, random_cell(uniform, grid), content)
+    position = random_cell(for_agent, grid)
+    target = at(objects, below(for_target, num_objects))
+    verb = WORDS.index(VERB_WORDS[0]) + below(for_verb, len(VERB_WORDS))
+    mission = verb, *words_of(target)
+    return Level(grid, position, below(for_direction, 4), mission=mission)
+
+
+def go_to_door_level(env, uniforms):
+    """A room of random size with a door in each wall, all of other colours. Mark: the right one."""
+    for_size, for_upper, for_lower, for_left, for_right, for_colours = uniforms[:6]
+    for_agent, for_direction, for_target = uniforms[6:9]
+    x, y = coordinates(env)
+    more_width, more_height = several_below(for_size, env.width - 4, env.height - 4)
+    width, height = more_width + 5, more_height + 5
+    in_room = (x < width) & (y < height)
+    is_border = (x == 0) | (y == 0) | (x == width - 1) | (y == height - 1)
+    grid = jnp.where(in_room & is_border, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+
+    doors = [
+        2 + below(for_upper, width - 4),
+        (height - 1) * env.width + 2 + below(for_lower, width - 4),
+        (2 + below(for_left, height - 4)) * env.width,
+        (2 + below(for_right, height - 4)) * env.width + width - 1,
+    ]
+    colours = random_colours(for_colours)[: len(doors)]
+    for door, colour in zip(doors, colours, strict=True):
+        grid = put(grid, door, DOOR_CLOSED + colour)
+    position = random_cell(for_agent, grid, in_room)
+    target = below(for_target, len(doors))
+    mark, colour = at(jnp.stack(doors), target), at(colours, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=(colour,))
+
+
+def different_objects(env, uniforms, grid, num_objects, apart=False):
+    """Puts keys, balls and boxes, no two alike, into free cells of a grid.
+
+    With `apart` no two are neighbours, not even at corners. Takes 2 uniforms for each. Returns
+    (grid, objects [M], their cells [M]).
+    """
+    x, y = coordinates(env)
+    numbers = np.arange(3 * 6)
+    is_left, is_apart = np.ones(3 * 6, bool), True
+    objects, cells = [], []
+    for for_object, for_cell in uniforms[: 2 * num_objects].reshape(num_objects, 2):
+        number = pick(for_object, is_left)
+        cell = random_cell(for_cell, grid, is_apart)
+        is_left = is_left & (numbers != number)
+        if apart:
+            is_far = (abs(x - cell % env.width) > 1) | (abs(y - cell // env.width) > 1)
+            is_apart = is_apart & is_far
+        objects.append(KEY + 8 * (number // 6) + number % 6)
+        cells.append(cell)
+        grid = put(grid, cell, objects[-1])
+    return grid, jnp.stack(objects), jnp.stack(cells)
+
+
+def go_to_object_level(env, uniforms, num_objects):
+    """Things, one of which is the mission's. Mark: where that one is."""
+    for_agent, for_direction, for_target = uniforms[:3]
+    grid, objects, cells = different_objects(env, uniforms[3:], make_room(env), num_objects)
+    position = random_cell(for_agent, grid)
+    target = below(for_target, num_objects)
+    mission = words_of(at(objects, target))
+    mark = at(cells, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
+
+
+def put_near_level(env, uniforms, num_objects):
+    """Things apart from each other; one is to be put near another. Mark: where that one is."""
+    for_agent, for_direction, for_moved, for_target = uniforms[:4]
+    grid = make_room(env)
+    grid, objects, cells = different_objects(env, uniforms[4:], grid, num_objects, apart=True)
+    position = random_cell(for_agent, grid)
+    moved = below(for_moved, num_objects)
+    target = (moved + 1 + below(for_target, num_objects - 1)) % num_objects
+    mission = *words_of(at(objects, moved)), *words_of(at(objects, target))
+    mark = at(cells, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
+
+
 # --- The ids ---
 
 
@@ -1178,8 +1351,6 @@ def variant(level, **options):
     return functools.partial(level, **options)
 
 
-OPEN = {"see_through_walls": True}
-MEMORY = {"end_rule": memory_end, "can_pick_up": False}
 RANDOM_EMPTY = variant(empty_level, random_start=True)
 LAVA_CROSSING = variant(crossing_level, obstacle=RED_LAVA)
 WALL_CROSSING = variant(crossing_level, obstacle=GREY_WALL)
@@ -1190,6 +1361,31 @@ TWO_ROOMS = variant(multi_room_level, num_rooms=2, max_size=4, num_chains=3)
 FOUR_SMALL_ROOMS = variant(multi_room_level, num_rooms=4, max_size=5, num_chains=10)
 SIX_SMALL_ROOMS = variant(multi_room_level, num_rooms=6, max_size=5, num_chains=16)
 SIX_LARGE_ROOMS = variant(multi_room_level, num_rooms=6, max_size=10, num_chains=40)
+
+OPEN = {"see_through_walls": True}
+USE_KEY = {"sentence": "use the key to open the door and then get to the goal"}
+ANY_GOAL = {"sentence": "reach the goal"}
+AVOID_LAVA = {"sentence": "avoid the lava and get to the green goal square"}
+FIND_OPENING = {"sentence": "find the opening and get to the green goal square"}
+MEMORY = {
+    "end_rule": memory_end,
+    "can_pick_up": False,
+    "sentence": "go to the matching object at the end of the hallway",
+}
+UNLOCK = {"end_rule": door_end, "sentence": "open the door"}
+TAKE_BOX = {"end_rule": take_box_end, "sentence": "pick up the {} box"}
+TAKE_BALL = {"end_rule": take_ball_end, "sentence": "pick up the {} ball"}
+RED_BLUE = {"end_rule": red_blue_end, "sentence": "open the red door then the blue door"}
+LOCKED_ROOM = {
+    "sentence": "get the {0} key from the {1} room, unlock the {0} door and go to the goal"
+}
+ROOMS = {"sentence": "traverse the rooms to get to the goal"}
+PLAY = {"sentence": "", "num_uniforms": 38}
+MISSION = {"observes_mission": True, "see_through_walls": True}
+FETCH = MISSION | {"end_rule": fetch_end, "sentence": "{} {} {}"}
+GO_TO_DOOR = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} door"}
+GO_TO_OBJECT = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} {}"}
+PUT_NEAR = MISSION | {"end_rule": put_near_end, "sentence": "put the {} {} near the {} {}"}
 
 
 def moving(num_obstacles):
@@ -1211,47 +1407,57 @@ TABLE = [
     ("Dynamic-Obstacles-16x16", 16, 16, 1024, empty_level, moving(8)),
     ("Dynamic-Obstacles-Random-5x5", 5, 5, 100, RANDOM_EMPTY, moving(2)),
     ("Dynamic-Obstacles-Random-6x6", 6, 6, 144, RANDOM_EMPTY, moving(3)),
-    ("DoorKey-5x5", 5, 5, 250, door_key_level, {}),
-    ("DoorKey-6x6", 6, 6, 360, door_key_level, {}),
-    ("DoorKey-8x8", 8, 8, 640, door_key_level, {}),
-    ("DoorKey-16x16", 16, 16, 2560, door_key_level, {}),
-    ("FourRooms", 19, 19, 100, four_rooms_level, {}),
-    ("LavaGapS5", 5, 5, 100, lava_gap_level, {}),
-    ("LavaGapS6", 6, 6, 144, lava_gap_level, {}),
-    ("LavaGapS7", 7, 7, 196, lava_gap_level, {}),
+    ("DoorKey-5x5", 5, 5, 250, door_key_level, USE_KEY),
+    ("DoorKey-6x6", 6, 6, 360, door_key_level, USE_KEY),
+    ("DoorKey-8x8", 8, 8, 640, door_key_level, USE_KEY),
+    ("DoorKey-16x16", 16, 16, 2560, door_key_level, USE_KEY),
+    ("FourRooms", 19, 19, 100, four_rooms_level, ANY_GOAL),
+    ("LavaGapS5", 5, 5, 100, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS6", 6, 6, 144, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS7", 7, 7, 196, lava_gap_level, AVOID_LAVA),
     ("DistShift1", 9, 7, 252, variant(dist_shift_level, second_row=2), OPEN),
     ("DistShift2", 9, 7, 252, variant(dist_shift_level, second_row=5), OPEN),
-    ("LavaCrossingS9N1", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), {}),
-    ("LavaCrossingS9N2", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), {}),
-    ("LavaCrossingS9N3", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), {}),
-    ("LavaCrossingS11N5", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), {}),
-    ("SimpleCrossingS9N1", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), {}),
-    ("SimpleCrossingS9N2", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), {}),
-    ("SimpleCrossingS9N3", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), {}),
-    ("SimpleCrossingS11N5", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), {}),
+    ("LavaCrossingS9N1", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), AVOID_LAVA),
+    ("LavaCrossingS9N2", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), AVOID_LAVA),
+    ("LavaCrossingS9N3", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), AVOID_LAVA),
+    ("LavaCrossingS11N5", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), AVOID_LAVA),
+    ("SimpleCrossingS9N1", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), FIND_OPENING),
+    ("SimpleCrossingS9N2", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), FIND_OPENING),
+    ("SimpleCrossingS9N3", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), FIND_OPENING),
+    ("SimpleCrossingS11N5", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), FIND_OPENING),
     ("MemoryS7", 7, 7, 245, memory_level, MEMORY),
     ("MemoryS9", 9, 9, 405, memory_level, MEMORY),
     ("MemoryS11", 11, 11, 605, memory_level, MEMORY),
     ("MemoryS13", 13, 13, 845, memory_level, MEMORY),
     ("MemoryS13Random", 13, 13, 845, RANDOM_MEMORY, MEMORY),
     ("MemoryS17Random", 17, 17, 1445, RANDOM_MEMORY, MEMORY),
-    ("Unlock", 11, 6, 288, unlock_level, {"end_rule": door_end}),
-    ("UnlockPickup", 11, 6, 288, BOX_BEHIND, {"end_rule": take_box_end}),
-    ("BlockedUnlockPickup", 11, 6, 576, BALL_BEFORE, {"end_rule": take_box_end}),
-    ("RedBlueDoors-6x6", 12, 6, 720, red_blue_doors_level, {"end_rule": red_blue_end}),
-    ("RedBlueDoors-8x8", 16, 8, 1280, red_blue_doors_level, {"end_rule": red_blue_end}),
-    ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS4R3", 10, 10, 480, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, {"end_rule": take_ball_end}),
-    ("LockedRoom", 19, 19, 190, locked_room_level, {}),
-    ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, {"num_uniforms": 82}),
-    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, {"num_uniforms": 1960}),  # not four
-    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, {"num_uniforms": 746}),
-    ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, {"num_uniforms": 4888}),
-    ("Playground", 19, 19, 100, playground_level, {"num_uniforms": 38}),
+    ("Unlock", 11, 6, 288, unlock_level, UNLOCK),
+    ("UnlockPickup", 11, 6, 288, BOX_BEHIND, TAKE_BOX),
+    ("BlockedUnlockPickup", 11, 6, 576, BALL_BEFORE, TAKE_BOX),
+    ("RedBlueDoors-6x6", 12, 6, 720, red_blue_doors_level, RED_BLUE),
+    ("RedBlueDoors-8x8", 16, 8, 1280, red_blue_doors_level, RED_BLUE),
+    ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS4R3", 10, 10, 480, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, TAKE_BALL),
+    ("LockedRoom", 19, 19, 190, locked_room_level, LOCKED_ROOM),
+    ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, ROOMS | {"num_uniforms": 82}),
+    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS | {"num_uniforms": 1960}),
+    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS | {"num_uniforms": 746}),
+    ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS | {"num_uniforms": 4888}),
+    ("Playground", 19, 19, 100, playground_level, PLAY),
+    ("Fetch-5x5-N2", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-6x6-N2", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-8x8-N3", 8, 8, 320, variant(fetch_level, num_objects=3), FETCH),
+    ("GoToDoor-5x5", 5, 5, 100, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-6x6", 6, 6, 144, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-8x8", 8, 8, 256, go_to_door_level, GO_TO_DOOR),
+    ("GoToObject-6x6-N2", 6, 6, 180, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("GoToObject-8x8-N2", 8, 8, 320, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("PutNear-6x6-N2", 6, 6, 30, variant(put_near_level, num_objects=2), PUT_NEAR),
+    ("PutNear-8x8-N3", 8, 8, 40, variant(put_near_level, num_objects=3), PUT_NEAR),
 ]
 ENVIRONMENTS = {
     full_id(name): MiniGrid(full_id(name), width, height, limit, level, **fields)
@@ -1449,7 +1655,9 @@ class Categorical(NamedTuple):
 class Inputs(NamedTuple):
     """What the agent takes in during T steps of M environments."""
 
-    obs: dict  # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}
+    # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}, and of some
+    # environments {"mission": [T, M, any]}, indices into WORDS
+    obs: dict
     prev_action: jax.Array  # [T, M], the action before
     prev_reward: jax.Array  # [T, M], and its reward
     start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
@@ -1457,6 +1665,7 @@ class Inputs(NamedTuple):
 
 CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
 PIXEL_LAYERS = [(16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)]
+MISSION_FEATURES = 32  # size of a mission's embedding, the sum of those of its words
 GRU_GAIN = 4.0  # views differ in few of their cells: large weights let that matter from the start
 
 
@@ -1641,7 +1850,13 @@ class ActorCritic(nn.Module):
         prev_action = jax.nn.one_hot(prev_action, self.num_actions + 1, axis=0)
         prev_action = Dense(args.action_emb_dim, 1.0, dtype, name="prev_action")(prev_action)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward)[None]
-        x = jnp.concatenate([image, direction, prev_action, prev_reward])
+        features = [image, direction, prev_action, prev_reward]
+        if "mission" in inputs.obs:
+            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS), dtype=dtype)  # [T, M, W, V]
+            words = words.transpose(2, 3, 0, 1)
+            words = words.reshape(-1, *words.shape[2:])  # every place in the sentence has its own
+            features.append(Dense(MISSION_FEATURES, 1.0, dtype, name="mission")(words))
+        x = jnp.concatenate(features)
 
         # --- Memory ---
         outputs = []  # [H, T, M] of each layer
@@ -3099,7 +3314,8 @@ def main(words=None):
     if args.list_envs:
         for env in ENVIRONMENTS.values():
             size = f"{env.width}x{env.height}"
-            print(f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps")
+            mission = ", observes its mission" if env.observes_mission else ""
+            print(f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps{mission}")
         return
     if args.track and not importlib.util.find_spec("wandb"):
         raise UsageError("--track needs wandb: pip install wandb")

@@ -19,6 +19,7 @@ COLOURS = "red green blue purple yellow grey".split()
 COPIES = 24  # Farama environments stepped side by side
 STEPS = 100  # 24 x 100 steps of each of 44 ids: 105,600
 MOVING = [i for i in IDS if "Dynamic" in i]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is out of date")  # Farama has newer versions
 
 
 def cell_of(reference, pos):
@@ -32,6 +33,8 @@ def marks_of(reference):
             cell_of(reference, reference.success_pos),
             cell_of(reference, reference.failure_pos),
         ]
+    if hasattr(reference, "target_pos"):
+        return [cell_of(reference, reference.target_pos)]
     if hasattr(reference, "red_door"):
         doors = (reference.red_door, reference.blue_door)
         return [next(i for i, c in enumerate(reference.grid.grid) if c is door) for door in doors]
@@ -41,6 +44,34 @@ def marks_of(reference):
     if hasattr(reference, "door"):
         return [next(i for i, c in enumerate(reference.grid.grid) if c is reference.door)]
     return doors[:1] if "Unlock" in type(reference).__name__ else []
+
+
+def mission_of(reference):
+    """What `State.mission` holds, read from the attributes of Farama's environment."""
+    name = type(reference).__name__
+    if name == "FetchEnv":
+        verb = reference.mission.removesuffix(f" {reference.targetColor} {reference.targetType}")
+        words = [verb, reference.targetColor, reference.targetType]
+    elif name == "GoToDoorEnv":
+        words = [reference.target_color]
+    elif name == "GoToObjectEnv":
+        words = [reference.target_color, reference.targetType]
+    elif name == "PutNearEnv":
+        words = [reference.moveColor, reference.move_type]
+        words += [reference.target_color, reference.target_type]
+    elif name == "LockedRoomEnv":
+        locked = next(room for room in reference.rooms if room.locked)
+        has_key = lambda room: any(
+            isinstance(reference.grid.get(x, y), Key)
+            for x in range(room.top[0], room.top[0] + room.size[0])
+            for y in range(room.top[1], room.top[1] + room.size[1])
+        )
+        words = [locked.color, next(room.color for room in reference.rooms if has_key(room))]
+    elif name in ("KeyCorridorEnv", "UnlockPickupEnv", "BlockedUnlockPickupEnv"):
+        words = [reference.obj.color]
+    else:
+        return ()
+    return np.array([script.WORDS.index(word) for word in words], np.int32)
 
 
 def pack(encoding):
@@ -70,6 +101,7 @@ def state_of(reference):
         carrying=np.uint8(carrying),
         step_count=np.int32(reference.step_count),
         marks=np.array(marks_of(reference), np.int32),
+        mission=mission_of(reference),
     )
 
 
@@ -98,8 +130,8 @@ def scatter(reference, rng):
     for i, content in enumerate(reference.grid.grid):
         if content is None and i != cell_of(reference, reference.agent_pos) and rng.random() < 0.33:
             reference.grid.grid[i] = makers[rng.integers(len(makers))]()
-    for content in reference.grid.grid:
-        if isinstance(content, Door) and rng.random() < 0.3:
+    for content in reference.grid.grid:  # but for GoToDoor's, which lead out of the grid
+        if isinstance(content, Door) and "GoToDoor" not in name and rng.random() < 0.3:
             content.is_open, content.is_locked = True, False
     reference.agent_dir = int(rng.integers(4))
     if rng.random() < 0.3 and not hasattr(reference, "obstacles"):
@@ -108,6 +140,9 @@ def scatter(reference, rng):
 
 def choose_action(reference, rng):
     """Mostly random, often the action that does something to what is in front."""
+    near = abs(np.subtract(reference.agent_pos, getattr(reference, "target_pos", (99, 99))))
+    if near.max() <= 2 and rng.random() < 0.3:
+        return 6 if "GoTo" in type(reference).__name__ else 4
     if rng.random() < 0.5:
         return int(rng.choice(7, p=[0.2, 0.2, 0.3, 0.1, 0.07, 0.1, 0.03]))
     front = reference.grid.get(*reference.front_pos)
@@ -120,11 +155,12 @@ def choose_action(reference, rng):
 
 def new_episode(reference, rng, wild):
     reference.reset(seed=int(rng.integers(2**31)))
+    mission = mission_of(reference)  # before it can be hidden by other objects
     if rng.random() < 0.3:  # near the limit, so that truncation and the last rewards are met
         reference.step_count = reference.max_steps - int(rng.integers(1, 30))
     if wild and rng.random() < 0.6:
         scatter(reference, rng)
-    return state_of(reference)
+    return state_of(reference)._replace(mission=mission)
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -145,6 +181,13 @@ def test_steps_equal_farama(env_id):
         truncated = state.step_count >= env.max_episode_steps
         np.testing.assert_array_equal(obs["image"], np.stack([o["image"] for o, *_ in theirs]))
         np.testing.assert_array_equal(obs["direction"], [o["direction"] for o, *_ in theirs])
+        assert ("mission" in obs) == env.observes_mission
+        if env.observes_mission:
+            np.testing.assert_array_equal(obs["mission"], state.mission)
+        if t % 20 == 0:
+            for i, reference in enumerate(references):
+                one = jax.tree.map(lambda x, i=i: x[i], state)
+                assert env.mission(one) == reference.mission
         np.testing.assert_allclose(reward, [r for _, r, *_ in theirs], rtol=0, atol=1e-6)
         np.testing.assert_array_equal(terminated, [x[2] for x in theirs])
         np.testing.assert_array_equal(truncated, [x[3] for x in theirs])
@@ -161,6 +204,8 @@ def test_steps_equal_farama(env_id):
             fresh = new_episode(references[i], rng, wild=True)
             jax.tree.map(lambda old, new, i=i: old.__setitem__(i, new), state, fresh)
     assert seen["terminated"] and seen["truncated"], seen  # the comparison met both ends
+    assert seen["won"] or "Dynamic" in env_id
+    assert seen["won"] < seen["terminated"] or not env.observes_mission  # and missions that fail
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -188,6 +233,12 @@ def test_constants_equal_farama(env_id):
         reference.action_space.n,
     )
     assert env.num_obstacles == getattr(reference, "n_obstacles", 0)
+    assert env.observes_mission == any(
+        name in env_id for name in ("Fetch", "GoTo", "PutNear")
+    )  # where one cannot know otherwise what to do
+    for seed in range(5):
+        reference.reset(seed=seed)
+        assert env.mission(state_of(reference)) == reference.mission
 
 
 # Levels -----------------------------------------------------------------------------------------
@@ -238,6 +289,36 @@ def flood(grid, position, height, width):
         reached = wider
 
 
+def check_mission_level(env, levels):
+    """Things lie as the mission says; free cells are one region, so that all can be reached."""
+    grid, rows = levels.grid, np.arange(len(levels.grid))
+    words = np.array(script.WORDS)[levels.mission].T
+    colour = {word: number for number, word in enumerate(script.COLOUR_WORDS)}
+    kind = {"key": script.KEY, "ball": script.BALL, "box": script.BOX}
+    cells = lambda colours, kinds: np.array(
+        [colour[c] + kind[k] for c, k in zip(colours, kinds, strict=True)]
+    )
+    number = {"GoToObject": 2, "PutNear-6": 2, "PutNear-8": 3, "Fetch-8": 3, "Fetch": 2}
+    if "GoToDoor" in env.env_id:
+        marked = grid[rows, levels.marks[:, 0]]
+        assert (marked == script.DOOR_CLOSED + np.array([colour[c] for c in words[0]])).all()
+        doors = np.sort(np.where(grid & 0xF8 == script.DOOR_CLOSED, grid, 0), axis=1)[:, -4:]
+        assert (np.diff(doors.astype(int), axis=1) > 0).all() and (doors[:, 0] > 0).all()
+        return
+    things = np.isin(grid & 0xF8, list(kind.values()))
+    expected = next(n for name, n in number.items() if name in env.env_id)
+    assert (things.sum(1) == expected).all()
+    first = cells(*words[-2:])  # of Fetch and GoToObject all there is
+    assert (grid == first[:, None]).any(1).all()
+    if "Fetch" not in env.env_id:
+        assert (grid[rows, levels.marks[:, 0]] == first).all()
+        sorted_things = np.sort(np.where(things, grid, 0), axis=1)[:, -expected:].astype(int)
+        assert (np.diff(sorted_things, axis=1) > 0).all()  # no two alike
+    if "PutNear" in env.env_id:
+        moved = cells(*words[:2])
+        assert (grid == moved[:, None]).any(1).all() and (moved != first).all()
+
+
 @pytest.mark.parametrize("env_id", IDS)
 def test_levels_are_solvable_and_complete(env_id):
     env, (ours, theirs) = script.find_env(env_id), sample_sizes(env_id)
@@ -260,6 +341,8 @@ def test_levels_are_solvable_and_complete(env_id):
             == np.array([script.DOOR_CLOSED, script.DOOR_CLOSED + 2])
         ).all()
         assert reached[rows[:, None], levels.marks].all()
+    elif env.observes_mission:
+        check_mission_level(env, levels)
     elif "Playground" in env_id:
         assert (reached | (grid & 0xF8 == script.WALL)).all()
     else:
@@ -339,6 +422,10 @@ def features(levels, width):
         out[f"gaps in the {name}"] = list(
             zip(lines[:, :half].argmin(1).tolist(), lines[:, half:].argmin(1).tolist())
         )
+    if len(levels.mission):
+        out["mission"] = [m.tobytes() for m in levels.mission.astype(np.int32)]
+        for place, words in enumerate(levels.mission.T):
+            out[f"word {place}"] = words.tolist()
     if levels.marks.size:
         out["marks"] = [np.sort(m).tobytes() for m in levels.marks]
     for k in (
@@ -467,11 +554,15 @@ def test_pictures_equal_farama(env_id):
     env, reference = script.find_env(env_id), gymnasium.make(env_id).unwrapped
     rng = np.random.default_rng(IDS.index(env_id))
     observe = jax.jit(script.dataclasses.replace(env, pixels=True).observe)
+    reference.reset(seed=0)
+    mission = mission_of(reference)  # any one
     for i in range(8):
         new_episode(reference, rng, wild=i > 1)
         for _ in range(6):
-            reference.step(choose_action(reference, rng))
-            state = state_of(reference)
+            _, _, terminated, *_ = reference.step(choose_action(reference, rng))
+            if terminated:
+                new_episode(reference, rng, wild=i > 1)
+            state = state_of(reference)._replace(mission=mission)
             np.testing.assert_array_equal(observe(state)["image"], reference.get_pov_render(8))
         size = (8, 16, 32)[i % 3]
         np.testing.assert_array_equal(
@@ -525,7 +616,7 @@ def test_names():
         assert script.find_env(env_id) is script.find_env(env_id.removeprefix("MiniGrid-"))
     assert script.find_env("Empty-8x8-v1") is script.find_env("Empty-8x8-v0")
     assert script.find_env("MultiRoom-N4-S5-v1") is not script.find_env("MultiRoom-N4-S5-v0")
-    assert len(IDS) == 53
+    assert len(IDS) == 63
     with pytest.raises(ValueError, match="DoorKey-8x8"):
         script.find_env("DorKey-8x8")
     with pytest.raises(ValueError, match="FourRooms"):

@@ -125,6 +125,37 @@ def test_gradients_go_back_to_the_start_of_an_episode():
     assert (by_reward[:11, 3:] == 0).all() and (by_reward[11:, 3:] != 0).all()
 
 
+def test_the_mission_reaches_the_agent():
+    """Each word has an embedding for each of its places; without missions there is none."""
+    args = script.Args(env_id="PutNear-6x6-N2", **SMALL)
+    env = script.make_env(args)
+    params = script.init_agent(args, jax.random.key(0), env)["params"]
+    assert params["mission"]["w"].shape == (script.MISSION_FEATURES, 4 * len(script.WORDS))
+    env_state = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), args.num_envs))
+    inputs = script.make_inputs(env, env_state, script.init_agent_state(args, args.num_envs))
+    mission = inputs.obs["mission"]
+    np.testing.assert_array_equal(mission, env_state.mission)
+    swapped = inputs._replace(obs={**inputs.obs, "mission": mission[:, jnp.array([2, 3, 0, 1])]})
+
+    def change(params):  # of the recurrent state, where all first steps come together
+        before = script.init_rnn_state(args, args.num_envs)
+        first, second = (
+            script.forward_step(args, {"params": params}, x, before)[2] for x in (inputs, swapped)
+        )
+        return jnp.abs(first - second).max(axis=(1, 2))
+
+    assert (change(params) > 1e-3).all()
+    deaf = {**params, "mission": jax.tree.map(jnp.zeros_like, params["mission"])}
+    assert (change(deaf) == 0).all()
+
+    other = dataclasses.replace(args, env_id="MiniGrid-Empty-5x5-v0")
+    init = functools.partial(script.init_agent, other, env=script.make_env(other))
+    without = jax.eval_shape(init, jax.random.key(0))["params"]
+    assert without.keys() == params.keys() - {"mission"}
+    size, size_without = (p["gru0"]["input"]["w"].shape[1] for p in (params, without))
+    assert size == size_without + script.MISSION_FEATURES
+
+
 def test_bfloat16_is_close_to_float32(monkeypatch):
     """Values and log-probabilities differ by the rounding of products; all else is float32."""
     short_env(monkeypatch)
