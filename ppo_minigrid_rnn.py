@@ -13,7 +13,7 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute
-    python ppo_minigrid_rnn.py --list-envs                # all 63 environments
+    python ppo_minigrid_rnn.py --list-envs                # all 76 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
@@ -30,8 +30,8 @@ The setting of the notebook that this script succeeds, for comparisons:
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256 --no-reset-hidden
 
-The environments are 63 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
-rules, missions and distributions of levels.
+The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
+function collapse: same ids, encoding, rules, missions and distributions of levels.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
@@ -286,8 +286,9 @@ class Args:
 # --- Cells, actions and the view ---
 
 # A cell of the grid is one byte, kind + colour: a third of the memory traffic of Farama's triples
-# (object, colour, state). Kinds are multiples of 8; up to AGENT they are 8 times Farama's object
-# codes. The state, which only doors have, is folded in as two more kinds of door.
+# (object, colour, state). Kinds are multiples of 8; up to LAVA they are 8 times Farama's object
+# codes (its 10, the agent, is in no cell here). The state, which only doors have, is folded in as
+# two more kinds of door. A box that hides a key is a kind of its own too; its colour is the key's.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN = 0 * 8
 EMPTY = 1 * 8
@@ -299,7 +300,7 @@ BALL = 6 * 8
 BOX = 7 * 8
 GOAL = 8 * 8
 LAVA = 9 * 8
-AGENT = 10 * 8
+KEY_BOX = 10 * 8
 DOOR_CLOSED = 11 * 8
 DOOR_LOCKED = 12 * 8
 NUM_CELLS = 128  # bytes that may stand for a cell
@@ -347,9 +348,12 @@ def named(colour, thing):
 def unpack(cells):
     """Cells [...] as Farama's codes [..., 3] uint8: object, colour, state (0 open, 1, 2 locked)."""
     number = np.arange(NUM_CELLS)
-    state = np.maximum(number // 8 - AGENT // 8, 0)
-    obj = np.where(state > 0, DOOR_OPEN // 8, number // 8)
-    table = np.stack([obj, number % 8, state], axis=1).astype(np.uint8)
+    kind = kind_of(number)
+    state = np.where(kind == DOOR_LOCKED, 2, np.where(kind == DOOR_CLOSED, 1, 0))
+    obj = np.where(state > 0, DOOR_OPEN, kind)
+    obj = np.where(kind == KEY_BOX, BOX, obj)  # nobody sees what is inside
+    colour = np.where(kind == KEY_BOX, GREY, colour_of(number))
+    table = np.stack([obj // 8, colour, state], axis=1).astype(np.uint8)
     return at(table, cells)  # a look-up is cheaper than stacking three results
 
 
@@ -535,7 +539,7 @@ class MiniGrid:
 
         # --- What does the action do? ---
         is_free = (kind == EMPTY) | (kind == FLOOR) | (kind == DOOR_OPEN)
-        is_portable = (kind == KEY) | (kind == BALL) | (kind == BOX)
+        is_portable = ((kind >= KEY) & (kind <= BOX)) | (kind == KEY_BOX)  # balls lie between
         hand_is_empty = state.carrying == EMPTY
         enters = (action == FORWARD) & (is_free | (kind == GOAL) | (kind == LAVA))
         takes = (action == PICKUP) & is_portable & hand_is_empty
@@ -545,6 +549,7 @@ class MiniGrid:
         toggled = jnp.where(opens, DOOR_OPEN + colour, cell)
         toggled = jnp.where(kind == DOOR_OPEN, DOOR_CLOSED + colour, toggled)
         toggled = jnp.where(kind == BOX, EMPTY, toggled)  # there is nothing in these boxes
+        toggled = jnp.where(kind == KEY_BOX, KEY + colour, toggled)
 
         # --- The state after it ---
         new_cell = jnp.where(drops, state.carrying, cell)
@@ -612,7 +617,7 @@ class MiniGrid:
 
         >>> env = find_env("DoorKey-5x5")
         >>> state = env.reset(jax.random.key(2))
-        >>> letters = np.array(list("?.#,/KABGL@+X"))
+        >>> letters = np.array(list("?.#,/KABGLb+X"))
         >>> for row in state.grid.reshape(5, 5):
         ...     print("".join(letters[row // 8]))
         #####
@@ -718,6 +723,11 @@ def take_box_end(env, before, action, after):
 def take_ball_end(env, before, action, after):
     """The agent holds the ball, the only one that KeyCorridor has."""
     return (action == PICKUP) & (kind_of(after.carrying) == BALL), jnp.bool_(False)
+
+
+def take_blue_ball_end(env, before, action, after):
+    """The agent holds the blue ball, the only blue one that ObstructedMaze has."""
+    return (action == PICKUP) & (after.carrying == BLUE_BALL), jnp.bool_(False)
 
 
 def red_blue_end(env, before, action, after):
@@ -1142,6 +1152,94 @@ def playground_level(env, uniforms):
     return Level(grid, position, below(for_direction, 4))
 
 
+def in_room(env, column, row, pitch):
+    """The cells [H * W], bool, of a room in a grid of rooms, its walls included."""
+    x, y = coordinates(env)
+    is_column = (x >= column * pitch) & (x <= (column + 1) * pitch)
+    return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
+
+
+def obstructed_pair_level(env, uniforms, hidden, blocked=False):
+    """Two rooms, a locked door between them; agent and key in the left, the blue ball in the right.
+
+    The key may be hidden in a box, the door blocked by a green ball.
+    """
+    for_door, for_colour, for_key, for_ball, for_agent = uniforms[:5]
+    x, y = coordinates(env)
+    wall = 5
+    door = (1 + below(for_door, 4)) * env.width + wall
+    colour = below(for_colour, 6)
+    grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
+    if blocked:
+        grid = put(grid, door - 1, BALL + GREEN)
+    key = (KEY_BOX if hidden else KEY) + colour
+    grid = put(grid, random_cell(for_key, grid, x < wall), key)
+    distance = abs(x - 8) + abs(y - 3)  # not on or beside the middle: see `unlock_level`
+    grid = put(grid, random_cell(for_ball, grid, (x > wall) & (distance > 1)), BLUE_BALL)
+    position, direction = random_agent(env, for_agent, grid, x < wall)
+    return Level(grid, position, direction)
+
+
+def obstructed_maze_level(
+    env, uniforms, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
+):
+    """Nine rooms, the blue ball in one of `num_quarters` corners, behind locked doors.
+
+    Doors lead from the middle room to as many side rooms, and two locked ones from each of these to
+    corners. Their keys are in the side room, maybe `hidden` in boxes, and green balls may block the
+    doors. Without `keys_last` a key may lie where the ball before the next door comes to be: then
+    it is gone, as in Farama's -v0, and the level may have no solution.
+    """
+    for_colours, for_ball_corner, for_ball_place, for_agent = uniforms[:4]
+    for_middle_door = uniforms[4 : 4 + num_quarters]
+    for_side = uniforms[4 + num_quarters : 4 + 5 * num_quarters].reshape(num_quarters, 2, 2)
+    x, y = coordinates(env)
+    pitch = 5
+    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
+    colours = random_colours(for_colours)
+    ahead = [1, env.width, -1, -env.width]  # by direction: right, down, left, up
+    side_rooms = [(2, 1), (1, 2), (0, 1), (1, 0)]  # in these directions from the middle one
+    corners = np.array([(2, 0), (2, 2), (0, 2), (0, 0)])
+
+    def door_cell(uniform, room, direction):
+        """A random cell of one wall of a room."""
+        left, top = room[0] * pitch, room[1] * pitch
+        along = 1 + below(uniform, pitch - 1)
+        if direction in (0, 2):
+            return (top + along) * env.width + left + (pitch if direction == 0 else 0)
+        return (top + (pitch if direction == 1 else 0)) * env.width + left + along
+
+    def with_door(grid, uniform, i, turn):
+        direction = (i + turn) % 4
+        door = door_cell(uniform, side_rooms[i], direction)
+        grid = put(grid, door, DOOR_LOCKED + colours[(i + turn) % 6])
+        return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
+
+    def with_key(grid, uniform, i, turn):
+        key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
+        return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
+
+    for i in range(num_quarters):
+        middle_door = door_cell(for_middle_door[i], (1, 1), i)
+        grid = put(grid, middle_door, DOOR_CLOSED + colours[i])
+        (first_door, first_key), (second_door, second_key) = for_side[i]
+        grid = with_door(grid, first_door, i, turn=-1)
+        if not keys_last:
+            grid = with_key(grid, first_key, i, turn=-1)
+        grid = with_door(grid, second_door, i, turn=1)
+        if keys_last:
+            grid = with_key(grid, first_key, i, turn=-1)
+        grid = with_key(grid, second_key, i, turn=1)
+
+    corner_x, corner_y = at(corners * pitch, below(for_ball_corner, num_quarters))
+    place_x, place_y = several_below(for_ball_place, pitch - 1, pitch - 1)
+    ball = (corner_y + 1 + place_y) * env.width + corner_x + 1 + place_x
+    grid = put(grid, ball, BLUE_BALL)
+    agent_cells = in_room(env, *agent_room, pitch)
+    position, direction = random_agent(env, for_agent, grid, agent_cells)
+    return Level(grid, position, direction)
+
+
 class Rooms(NamedTuple):
     """Rectangles of rooms, walls included; integers of any one shape."""
 
@@ -1361,6 +1459,15 @@ TWO_ROOMS = variant(multi_room_level, num_rooms=2, max_size=4, num_chains=3)
 FOUR_SMALL_ROOMS = variant(multi_room_level, num_rooms=4, max_size=5, num_chains=10)
 SIX_SMALL_ROOMS = variant(multi_room_level, num_rooms=6, max_size=5, num_chains=16)
 SIX_LARGE_ROOMS = variant(multi_room_level, num_rooms=6, max_size=10, num_chains=40)
+ONE_DOOR = variant(obstructed_pair_level, hidden=False)
+ONE_DOOR_HIDDEN = variant(obstructed_pair_level, hidden=True)
+ONE_DOOR_BLOCKED = variant(obstructed_pair_level, hidden=True, blocked=True)
+TWO_DOORS_BLOCKED = variant(obstructed_maze_level, num_quarters=1, agent_room=(2, 1))
+TWO_DOORS_HIDDEN = variant(TWO_DOORS_BLOCKED, blocked=False)
+TWO_DOORS = variant(TWO_DOORS_HIDDEN, hidden=False)
+ONE_QUARTER = variant(obstructed_maze_level, num_quarters=1, agent_room=(1, 1))
+TWO_QUARTERS = variant(obstructed_maze_level, num_quarters=2, agent_room=(2, 1))
+FOUR_QUARTERS = variant(obstructed_maze_level, num_quarters=4, agent_room=(1, 1))
 
 OPEN = {"see_through_walls": True}
 USE_KEY = {"sentence": "use the key to open the door and then get to the goal"}
@@ -1375,6 +1482,7 @@ MEMORY = {
 UNLOCK = {"end_rule": door_end, "sentence": "open the door"}
 TAKE_BOX = {"end_rule": take_box_end, "sentence": "pick up the {} box"}
 TAKE_BALL = {"end_rule": take_ball_end, "sentence": "pick up the {} ball"}
+TAKE_BLUE_BALL = {"end_rule": take_blue_ball_end, "sentence": "pick up the blue ball"}
 RED_BLUE = {"end_rule": red_blue_end, "sentence": "open the red door then the blue door"}
 LOCKED_ROOM = {
     "sentence": "get the {0} key from the {1} room, unlock the {0} door and go to the goal"
@@ -1447,6 +1555,33 @@ TABLE = [
     ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS | {"num_uniforms": 1960}),
     ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS | {"num_uniforms": 746}),
     ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS | {"num_uniforms": 4888}),
+    ("ObstructedMaze-1Dl", 11, 6, 288, ONE_DOOR, TAKE_BLUE_BALL),
+    ("ObstructedMaze-1Dlh", 11, 6, 288, ONE_DOOR_HIDDEN, TAKE_BLUE_BALL),
+    ("ObstructedMaze-1Dlhb", 11, 6, 288, ONE_DOOR_BLOCKED, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Dl", 16, 16, 576, TWO_DOORS, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Dlh", 16, 16, 576, TWO_DOORS_HIDDEN, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Dlhb-v0", 16, 16, 576, TWO_DOORS_BLOCKED, TAKE_BLUE_BALL),
+    (
+        "ObstructedMaze-2Dlhb-v1",
+        16,
+        16,
+        576,
+        variant(TWO_DOORS_BLOCKED, keys_last=True),
+        TAKE_BLUE_BALL,
+    ),
+    ("ObstructedMaze-1Q-v0", 16, 16, 720, ONE_QUARTER, TAKE_BLUE_BALL),
+    ("ObstructedMaze-1Q-v1", 16, 16, 720, variant(ONE_QUARTER, keys_last=True), TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Q-v0", 16, 16, 1584, TWO_QUARTERS, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Q-v1", 16, 16, 1584, variant(TWO_QUARTERS, keys_last=True), TAKE_BLUE_BALL),
+    ("ObstructedMaze-Full-v0", 16, 16, 3600, FOUR_QUARTERS, TAKE_BLUE_BALL),
+    (
+        "ObstructedMaze-Full-v1",
+        16,
+        16,
+        3600,
+        variant(FOUR_QUARTERS, keys_last=True),
+        TAKE_BLUE_BALL,
+    ),
     ("Playground", 19, 19, 100, playground_level, PLAY),
     ("Fetch-5x5-N2", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
     ("Fetch-6x6-N2", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
@@ -1551,6 +1686,7 @@ SHAPES = {  # of each kind, drawn in this order
     GOAL: [WHOLE_TILE],
     LAVA: [WHOLE_TILE, *LAVA_WAVES],
 }
+SHAPES[KEY_BOX] = SHAPES[BOX]
 RGB = np.array(
     [[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]]
 )
@@ -1581,6 +1717,8 @@ def draw_tile(cell, direction, lit, size):
     y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
     kind = kind_of(cell)
     colour = LAVA_RGB if kind == LAVA else RGB[min(colour_of(cell), GREY)]
+    if kind == KEY_BOX:
+        colour = RGB[GREY]
     image = np.zeros((pixels, pixels, 3), np.uint8)
     image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
     for shape in SHAPES.get(kind, []):

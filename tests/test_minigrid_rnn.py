@@ -129,14 +129,16 @@ def test_the_mission_reaches_the_agent():
     """Each word has an embedding for each of its places; without missions there is none."""
     args = script.Args(env_id="PutNear-6x6-N2", **SMALL)
     env = script.make_env(args)
-    params = script.init_agent(args, jax.random.key(0), env)["params"]
+    params = jax.jit(lambda key: script.init_agent(args, key, env))(jax.random.key(0))["params"]
     assert params["mission"]["w"].shape == (script.MISSION_FEATURES, 4 * len(script.WORDS))
-    env_state = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), args.num_envs))
+    keys = jax.random.split(jax.random.key(1), args.num_envs)
+    env_state = jax.jit(jax.vmap(env.reset))(keys)
     inputs = script.make_inputs(env, env_state, script.init_agent_state(args, args.num_envs))
     mission = inputs.obs["mission"]
     np.testing.assert_array_equal(mission, env_state.mission)
     swapped = inputs._replace(obs={**inputs.obs, "mission": mission[:, jnp.array([2, 3, 0, 1])]})
 
+    @jax.jit
     def change(params):  # of the recurrent state, where all first steps come together
         before = script.init_rnn_state(args, args.num_envs)
         first, second = (
