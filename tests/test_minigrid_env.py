@@ -18,7 +18,7 @@ import ppo_minigrid_rnn as script
 IDS = list(script.ENVIRONMENTS)
 COLOURS = "red green blue purple yellow grey".split()
 COPIES = 24  # Farama environments stepped side by side
-STEPS = 100  # 24 x 100 steps of each of 44 ids: 105,600
+STEPS = 60  # 24 x 60 steps of each of 76 ids: 109,440
 MOVING = [i for i in IDS if "Dynamic" in i]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is out of date")  # Farama has newer versions
 
@@ -597,7 +597,7 @@ def test_obstacles_move_as_in_farama(env_id):
 # Pictures ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("env_id", IDS[::3] + ["MiniGrid-FourRooms-v0"])
+@pytest.mark.parametrize("env_id", IDS[::5] + ["MiniGrid-FourRooms-v0"])
 def test_pictures_equal_farama(env_id):
     env, reference = script.find_env(env_id), gymnasium.make(env_id).unwrapped
     rng = np.random.default_rng(IDS.index(env_id))
@@ -612,14 +612,13 @@ def test_pictures_equal_farama(env_id):
                 new_episode(reference, rng, wild=i > 1)
             state = state_of(reference)._replace(mission=mission)
             np.testing.assert_array_equal(observe(state)["image"], reference.get_pov_render(8))
-        size = (8, 16, 32)[i % 3]
+        size = (8, 16, 32)[i % 3] if env.width < 20 else 8
         np.testing.assert_array_equal(
             env.render(state, size), reference.get_full_render(True, size)
         )
 
 
-@pytest.mark.parametrize("size", [8, 16, 32])
-@pytest.mark.parametrize("lit", [False, True])
+@pytest.mark.parametrize("size, lit", [(8, False), (8, True), (16, True), (32, False)])
 def test_tiles_equal_farama(size, lit):
     from minigrid.core.grid import Grid
 
