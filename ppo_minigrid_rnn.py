@@ -476,11 +476,12 @@ class MiniGrid:
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
-    A new level is a function like `empty_level` and a line in `TABLE`. An environment of your own
-    needs: `reset`, `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `render`.
-    States and observations may have any structure, shapes and types (the agent's `Encoder` takes
-    this one's). `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes
-    care of both.
+    A new level is a function like `empty_level` and a line in `TABLE`; one that takes more than 29
+    random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
+    `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `render`. States and
+    observations may have any structure, shapes and types (the agent's `Encoder` takes this one's).
+    `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes care of
+    both.
     """
 
     env_id: str
@@ -779,6 +780,7 @@ def put_near_end(env, before, action, after):
 
 # One call of the random number generator draws all uniforms of a level. Where Farama tries random
 # cells until one fits, `random_cell` draws once from the cells that fit: the same distribution.
+# Only `multi_room_level` still tries, and says how often it tries in vain.
 
 
 def below(uniform, n):
@@ -1331,9 +1333,9 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
     )  # [R, 1]
     right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
     x, y = coordinates(env)
-    in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [R, H * W]
+    is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [R, H * W]
     is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
-    is_wall = in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
+    is_wall = is_in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
     grid = jnp.where(is_wall.any(0), jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
     colour = None
     for number, (door, uniform) in enumerate(zip(doors[:, chain], for_doors, strict=True)):
@@ -1375,9 +1377,9 @@ def go_to_door_level(env, uniforms):
     x, y = coordinates(env)
     more_width, more_height = several_below(for_size, env.width - 4, env.height - 4)
     width, height = more_width + 5, more_height + 5
-    in_room = (x < width) & (y < height)
+    is_in_room = (x < width) & (y < height)
     is_border = (x == 0) | (y == 0) | (x == width - 1) | (y == height - 1)
-    grid = jnp.where(in_room & is_border, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+    grid = jnp.where(is_in_room & is_border, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
 
     doors = [
         2 + below(for_upper, width - 4),
@@ -1388,7 +1390,7 @@ def go_to_door_level(env, uniforms):
     colours = random_colours(for_colours)[: len(doors)]
     for door, colour in zip(doors, colours, strict=True):
         grid = put(grid, door, DOOR_CLOSED + colour)
-    position = random_cell(for_agent, grid, in_room)
+    position = random_cell(for_agent, grid, is_in_room)
     target = below(for_target, len(doors))
     mark, colour = at(jnp.stack(doors), target), at(colours, target)
     return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=(colour,))

@@ -222,8 +222,9 @@ def test_steps_equal_farama(env_id):
             fresh = new_episode(references[i], rng, wild=True)
             jax.tree.map(lambda old, new, i=i: old.__setitem__(i, new), state, fresh)
     assert seen["terminated"] and seen["truncated"], seen  # the comparison met both ends
-    if env.observes_mission or "Obstructed" in env_id:
+    if env.observes_mission:  # missions fulfilled and failed
         assert 0 < seen["won"] < seen["terminated"]
+    assert seen["won"] or "Obstructed" not in env_id
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -288,24 +289,24 @@ def sample_sizes(env_id):
 def flood(grid, position, height, width):
     """Where the agent gets to, [N, H * W]: with keys that it reaches, balls and boxes moved."""
     cells = grid.reshape(-1, height, width)
-    kind, colour = cells & 0xF8, cells & 7
+    kind, bit = cells & 0xF8, np.uint8(1) << (cells & 7)  # a bit for each colour
+    keys = np.where((kind == script.KEY) | (kind == script.KEY_BOX), bit, 0)
+    locks = np.where(kind == script.DOOR_LOCKED, bit, 0)
+    is_open = (kind != script.WALL) & (kind != script.LAVA) & (locks == 0)
     reached = (np.arange(height * width) == position[:, None]).reshape(cells.shape)
-    while True:
-        is_key = ((kind == script.KEY) | (kind == script.KEY_BOX)) & reached
-        keys = [(is_key & (colour == c)).any((1, 2)) for c in range(6)]
-        have = np.stack(keys, 1)[np.arange(len(cells))[:, None, None], colour.clip(0, 5)]
-        passable = (
-            (kind != script.WALL) & (kind != script.LAVA) & ((kind != script.DOOR_LOCKED) | have)
-        )
-        wider = reached.copy()
-        wider[:, 1:] |= reached[:, :-1]
-        wider[:, :-1] |= reached[:, 1:]
-        wider[:, :, 1:] |= reached[:, :, :-1]
-        wider[:, :, :-1] |= reached[:, :, 1:]
-        wider = reached | (wider & passable)
-        if (wider == reached).all():
-            return reached.reshape(len(cells), -1)
-        reached = wider
+    growing = np.arange(len(cells))  # levels in which the last step reached new cells
+    while growing.size:
+        now = reached[growing]
+        wider = now.copy()
+        wider[:, 1:] |= now[:, :-1]
+        wider[:, :-1] |= now[:, 1:]
+        wider[:, :, 1:] |= now[:, :, :-1]
+        wider[:, :, :-1] |= now[:, :, 1:]
+        have = np.bitwise_or.reduce(np.where(now, keys[growing], 0), axis=(1, 2), keepdims=True)
+        wider = now | (wider & (is_open[growing] | (locks[growing] & have > 0)))
+        reached[growing] = wider
+        growing = growing[(wider != now).any((1, 2))]
+    return reached.reshape(len(cells), -1)
 
 
 def check_mission_level(env, levels):
@@ -585,7 +586,7 @@ def test_obstacles_move_as_in_farama(env_id):
     # `step` is the move, drawn anew at every step, and then the transition
     state = jax.tree.map(jnp.asarray, our_levels(env_id, 8_000))
     state = jax.tree.map(lambda leaf: leaf[:256], state)
-    step, turns = jax.vmap(env.step), jnp.zeros(256, int)
+    step, turns = jax.jit(jax.vmap(env.step)), jnp.zeros(256, int)
     after, _, _ = step(keys[:256], state, turns)
     again, _, _ = step(keys[256:512], state, turns)
     assert (
@@ -618,7 +619,7 @@ def test_pictures_equal_farama(env_id):
         )
 
 
-@pytest.mark.parametrize("size, lit", [(8, False), (8, True), (16, True), (32, False)])
+@pytest.mark.parametrize("size, lit", [(8, False), (8, True), (16, False), (16, True)])
 def test_tiles_equal_farama(size, lit):
     from minigrid.core.grid import Grid
 
@@ -686,7 +687,7 @@ def test_codes_pack_and_unpack():
 
 def test_levels_depend_on_the_key_alone():
     env = script.find_env("FourRooms")
-    a, b, c = (env.reset(jax.random.key(k)) for k in (0, 0, 1))
+    a, b, c = map(jax.jit(env.reset), map(jax.random.key, (0, 0, 1)))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), a, b))
     assert (a.grid != c.grid).any()
 
@@ -696,7 +697,7 @@ def test_levels_depend_on_the_key_alone():
 def test_ended_episodes_get_levels_of_their_own(env_id, share):
     """However many end at once: the others go on, and the new levels are independent draws."""
     env, n = script.find_env(env_id), 4_000
-    states = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), n))
+    states = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(1), n))
     going_on = states._replace(step_count=states.step_count + 7)
     done = np.random.default_rng(0).random(n) < share
     reset = jax.jit(lambda key: script.reset_ended(env, key, jnp.asarray(done), going_on))
