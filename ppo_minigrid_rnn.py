@@ -13,7 +13,7 @@
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in about a minute
-    python ppo_minigrid_rnn.py --list-envs                # all 44 environments
+    python ppo_minigrid_rnn.py --list-envs                # all 76 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
@@ -30,8 +30,8 @@ The setting of the notebook that this script succeeds, for comparisons:
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256 --no-reset-hidden
 
-The environments are 44 of Farama's MiniGrid 3.x (https://minigrid.farama.org): same ids, encoding,
-rules and distributions of levels; missions, which none of them needs, are left out.
+The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
+function collapse: same ids, encoding, rules, missions and distributions of levels.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
@@ -139,7 +139,8 @@ Count = Annotated[
 
 def full_id(text):
     """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out."""
-    return f"MiniGrid-{text.removeprefix('MiniGrid-').removesuffix('-v0')}-v0"
+    name = text.removeprefix("MiniGrid-")
+    return f"MiniGrid-{name}" if name.endswith(("-v0", "-v1")) else f"MiniGrid-{name}-v0"
 
 
 EnvId = Annotated[
@@ -283,8 +284,9 @@ class Args:
 # --- Cells, actions and the view ---
 
 # A cell of the grid is one byte, kind + colour: a third of the memory traffic of Farama's triples
-# (object, colour, state). Kinds are multiples of 8; up to AGENT they are 8 times Farama's object
-# codes. The state, which only doors have, is folded in as two more kinds of door.
+# (object, colour, state). Kinds are multiples of 8; up to LAVA they are 8 times Farama's object
+# codes (its 10, the agent, is in no cell here). The state, which only doors have, is folded in as
+# two more kinds of door. A box that hides a key is a kind of its own too; its colour is the key's.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN = 0 * 8
 EMPTY = 1 * 8
@@ -296,7 +298,7 @@ BALL = 6 * 8
 BOX = 7 * 8
 GOAL = 8 * 8
 LAVA = 9 * 8
-AGENT = 10 * 8
+KEY_BOX = 10 * 8
 DOOR_CLOSED = 11 * 8
 DOOR_LOCKED = 12 * 8
 NUM_CELLS = 128  # bytes that may stand for a cell
@@ -312,7 +314,13 @@ VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, f
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
 TILE = 8  # pixels of a cell's side in the view of --img-obs
 
-MAX_UNIFORMS = 29  # random numbers that a level may use; KeyCorridorS3R3 needs all of them
+
+# What differs between the missions of one environment: each varying part of the sentence is one of
+# these, so a mission is a few whole numbers. Colours and things are in the order of their codes.
+COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
+THING_WORDS = ["key", "ball", "box"]
+VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
+WORDS = COLOUR_WORDS + THING_WORDS + VERB_WORDS
 
 
 def kind_of(cells):
@@ -325,12 +333,25 @@ def colour_of(cells):
     return cells & 7
 
 
+def words_of(cell):
+    """The mission's numbers for a key, ball or box: (colour, thing)."""
+    return colour_of(cell), (cell - KEY) // 8 + len(COLOUR_WORDS)
+
+
+def named(colour, thing):
+    """The key, ball or box, a cell, of a mission's (colour, thing)."""
+    return KEY + 8 * (thing - len(COLOUR_WORDS)) + colour
+
+
 def unpack(cells):
     """Cells [...] as Farama's codes [..., 3] uint8: object, colour, state (0 open, 1, 2 locked)."""
     number = np.arange(NUM_CELLS)
-    state = np.maximum(number // 8 - AGENT // 8, 0)
-    obj = np.where(state > 0, DOOR_OPEN // 8, number // 8)
-    table = np.stack([obj, number % 8, state], axis=1).astype(np.uint8)
+    kind = kind_of(number)
+    state = np.where(kind == DOOR_LOCKED, 2, np.where(kind == DOOR_CLOSED, 1, 0))
+    obj = np.where(state > 0, DOOR_OPEN, kind)
+    obj = np.where(kind == KEY_BOX, BOX, obj)  # nobody sees what is inside
+    colour = np.where(kind == KEY_BOX, GREY, colour_of(number))
+    table = np.stack([obj // 8, colour, state], axis=1).astype(np.uint8)
     return at(table, cells)  # a look-up is cheaper than stacking three results
 
 
@@ -413,6 +434,7 @@ class GridState(NamedTuple):
     carrying: jax.Array  # [] uint8, a cell; EMPTY for nothing
     step_count: jax.Array  # [] int32
     marks: jax.Array  # [any] int32, the level's marked cells: see `Level`
+    mission: Any  # [any] int32, indices into WORDS; () where the mission is always the same
 
 
 class Level(NamedTuple):
@@ -422,6 +444,7 @@ class Level(NamedTuple):
     position: jax.Array  # the agent's cell
     direction: jax.Array  # where it looks
     marks: tuple = ()  # cells that the end rule asks for; of obstacles, in the order they move
+    mission: tuple = ()  # indices into WORDS, of what `MiniGrid.sentence` leaves open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,6 +455,7 @@ class MiniGrid:
     | ----------- | ---------------------------------------------------------------------------- |
     | state       | `GridState`                                                                  |
     | observation | {"image": uint8 [7, 7, 3], "direction": 0 to 3}; see `observe`               |
+    |             | Fetch, GoToDoor, GoToObject, PutNear: "mission" too, int32 [1 to 4]          |
     | action      | 0 left, 1 right, 2 forward, 3 pick up, 4 drop, 5 toggle, 6 done              |
     | reward      | 1 - 0.9 * step_count / max_episode_steps on success, else 0                  |
     | terminated  | goal or lava entered, or what the family's `end_rule` says                   |
@@ -439,33 +463,43 @@ class MiniGrid:
     | start       | a level drawn by the family's `level`                                        |
 
     Dynamic-Obstacles has the actions 0 to 2 only; a collision ends the episode with reward -1.
+    Playground has no goal.
+
+    A mission is the sentence that says what to do. Where levels of one id differ in it, the state
+    holds the words that differ as numbers. Four families cannot be played without knowing them:
+    these observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows
+    what to do, so they do not, although their sentences differ too; `mission` has them all.
 
     The agent does not see the state. It sees the cells in front of it, in its own frame of
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
-    A new level is a function like `empty_level` and a line in `TABLE`. An environment of your own
-    needs: `reset`, `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `render`.
-    States and observations may have any structure, shapes and types (the agent's `Encoder` takes
-    this one's). `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes
-    care of both.
+    A new level is a function like `empty_level` and a line in `TABLE`; one that takes more than 29
+    random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
+    `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `render`. States and
+    observations may have any structure, shapes and types (the agent's `Encoder` takes this one's).
+    `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes care of
+    both.
     """
 
     env_id: str
     width: int
     height: int
     max_episode_steps: int
-    level: Callable  # (env, uniforms [MAX_UNIFORMS]) -> Level
-    end_rule: Callable | None = None  # (before, action, after) -> (success [], failure [])
+    level: Callable  # (env, uniforms [num_uniforms]) -> Level
+    end_rule: Callable | None = None  # (env, before, action, after) -> (success [], failure [])
+    sentence: str = "get to the green goal square"  # the mission, with {} for each word of a level
+    observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
+    num_uniforms: int = 29  # random numbers that a level may use; too few are an error when traced
     num_actions: int = 7
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
     pixels: bool = False  # observe pictures instead of codes
 
     def reset(self, key):
         """A start state, drawn with a PRNG key from Farama's distribution of levels."""
-        uniforms = jax.random.uniform(key, (MAX_UNIFORMS,))
+        uniforms = jax.random.uniform(key, (self.num_uniforms,))
         level = self.level(self, uniforms)
         return GridState(
             grid=level.grid,
@@ -474,6 +508,7 @@ class MiniGrid:
             carrying=jnp.uint8(EMPTY),
             step_count=jnp.int32(0),
             marks=jnp.array(level.marks, jnp.int32),
+            mission=jnp.array(level.mission, jnp.int32) if level.mission else (),
         )
 
     def step(self, key, state, action):
@@ -483,10 +518,14 @@ class MiniGrid:
             marks = self.move_obstacles(key, state)
         return self.transition(state, action, marks)
 
+    def front(self, state):
+        """The cell in front of the agent."""
+        ahead = np.array([1, self.width, -1, -self.width], np.int32)  # by direction
+        return state.position + at(ahead, state.direction)
+
     def transition(self, state, action, marks):
         """`step` without its randomness; `marks` are the cells to which the obstacles move."""
-        ahead = np.array([1, self.width, -1, -self.width], np.int32)  # by direction
-        front = state.position + at(ahead, state.direction)
+        front = self.front(state)
         grid = state.grid
         if self.num_obstacles:
             action = jnp.where(action < self.num_actions, action, LEFT)
@@ -499,7 +538,7 @@ class MiniGrid:
 
         # --- What does the action do? ---
         is_free = (kind == EMPTY) | (kind == FLOOR) | (kind == DOOR_OPEN)
-        is_portable = (kind == KEY) | (kind == BALL) | (kind == BOX)
+        is_portable = ((kind >= KEY) & (kind <= BOX)) | (kind == KEY_BOX)  # balls lie between
         hand_is_empty = state.carrying == EMPTY
         enters = (action == FORWARD) & (is_free | (kind == GOAL) | (kind == LAVA))
         takes = (action == PICKUP) & is_portable & hand_is_empty
@@ -509,6 +548,7 @@ class MiniGrid:
         toggled = jnp.where(opens, DOOR_OPEN + colour, cell)
         toggled = jnp.where(kind == DOOR_OPEN, DOOR_CLOSED + colour, toggled)
         toggled = jnp.where(kind == BOX, EMPTY, toggled)  # there is nothing in these boxes
+        toggled = jnp.where(kind == KEY_BOX, KEY + colour, toggled)
 
         # --- The state after it ---
         new_cell = jnp.where(drops, state.carrying, cell)
@@ -524,13 +564,14 @@ class MiniGrid:
             carrying=carrying,
             step_count=state.step_count + 1,
             marks=marks,
+            mission=state.mission,
         )
 
         # --- Is it the end, and which? ---
         success = (action == FORWARD) & (kind == GOAL)
         failure = (action == FORWARD) & (kind == LAVA)
         if self.end_rule is not None:
-            won, lost = self.end_rule(state, action, after)
+            won, lost = self.end_rule(self, state, action, after)
             success = (success | won) & ~lost
             failure = failure | lost
         reward = jnp.where(success, 1 - 0.9 * (after.step_count / self.max_episode_steps), 0.0)
@@ -575,7 +616,7 @@ class MiniGrid:
 
         >>> env = find_env("DoorKey-5x5")
         >>> state = env.reset(jax.random.key(2))
-        >>> letters = np.array(list("?.#,/KABGL@+X"))
+        >>> letters = np.array(list("?.#,/KABGLb+X"))
         >>> for row in state.grid.reshape(5, 5):
         ...     print("".join(letters[row // 8]))
         #####
@@ -593,7 +634,8 @@ class MiniGrid:
         ??X.#??
         ??#.#??
         """
-        # Cell 0, which is a wall in every level, stands for those outside the grid.
+        # Cell 0 stands for those outside the grid: it is a wall wherever these can be seen. (In
+        # MultiRoom it is not, but nobody sees beyond the walls of the rooms.)
         shown = np.maximum(view_table(self.width, self.height), 0)
         cells = at(state.grid, at(shown, state.position * 4 + state.direction))  # [49]
         cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)
@@ -624,11 +666,24 @@ class MiniGrid:
         """What the agent sees of a state: {"image": uint8, "direction": [] int32}.
 
         The image is Farama's [7, 7, 3], axes (column, row, code) with the codes (object, colour,
-        state), or with `pixels` a picture [56, 56, 3] of the view (`RGBImgPartialObsWrapper`).
+        state), or with `pixels` a picture [56, 56, 3] of the view (`RGBImgPartialObsWrapper`). With
+        `observes_mission` there is the "mission" too, int32 [any], indices into WORDS.
         """
         view = self.view(state)
         image = draw_view(view) if self.pixels else unpack(view.T)
-        return {"image": image, "direction": state.direction}
+        obs = {"image": image, "direction": state.direction}
+        if self.observes_mission:
+            obs["mission"] = state.mission
+        return obs
+
+    def mission(self, state):
+        """What to do in the level of a state: Farama's sentence, made on the host.
+
+        >>> env = find_env("PutNear-6x6-N2")
+        >>> env.mission(env.reset(jax.random.key(0)))
+        'put the yellow ball near the grey key'
+        """
+        return self.sentence.format(*(WORDS[number] for number in np.asarray(state.mission, int)))
 
     def render(self, state, tile_size=32):
         """Draws a state on the host, what the agent sees brighter; uint8 [rows, columns, 3]."""
@@ -644,32 +699,37 @@ class MiniGrid:
         return image.reshape(self.height * tile_size, self.width * tile_size, 3)
 
 
-# --- End rules: (before, action, after) -> (success, failure), on top of goal and lava ---
+# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava ---
 
 
-def memory_end(before, action, after):
+def memory_end(env, before, action, after):
     """The agent stands beside the matching object (success) or beside the other one (failure)."""
     matching, other = after.marks
     return after.position == matching, after.position == other
 
 
-def door_end(before, action, after):
+def door_end(env, before, action, after):
     """The door is open after a toggle."""
     is_open = kind_of(at(after.grid, after.marks[0])) == DOOR_OPEN
     return (action == TOGGLE) & is_open, jnp.bool_(False)
 
 
-def take_box_end(before, action, after):
+def take_box_end(env, before, action, after):
     """The agent holds the box, the only one of these levels."""
     return (action == PICKUP) & (kind_of(after.carrying) == BOX), jnp.bool_(False)
 
 
-def take_ball_end(before, action, after):
+def take_ball_end(env, before, action, after):
     """The agent holds the ball, the only one that KeyCorridor has."""
     return (action == PICKUP) & (kind_of(after.carrying) == BALL), jnp.bool_(False)
 
 
-def red_blue_end(before, action, after):
+def take_blue_ball_end(env, before, action, after):
+    """The agent holds the blue ball, the only blue one that ObstructedMaze has."""
+    return (action == PICKUP) & (after.carrying == BLUE_BALL), jnp.bool_(False)
+
+
+def red_blue_end(env, before, action, after):
     """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
     red, blue = before.marks
     red_was_open = kind_of(at(before.grid, red)) == DOOR_OPEN
@@ -682,15 +742,67 @@ def red_blue_end(before, action, after):
     return success, blue_first | blue_shut
 
 
+def fetch_end(env, before, action, after):
+    """The agent holds something: what the mission names (success) or anything else (failure)."""
+    _, colour, thing = after.mission
+    holds_right = after.carrying == named(colour, thing)
+    return holds_right, (after.carrying != EMPTY) & ~holds_right
+
+
+def go_to_end(env, before, action, after):
+    """Done, beside the marked cell (success) or elsewhere (failure); toggling fails too."""
+    distance = jnp.abs(after.position - after.marks[0])
+    is_beside = (distance == 1) | (distance == env.width)  # the agent is never in the outer walls
+    is_done = action == DONE
+    return is_done & is_beside, (is_done & ~is_beside) | (action == TOGGLE)
+
+
+def put_near_end(env, before, action, after):
+    """What is dropped lies beside the marked cell, corners included (success), or does not.
+
+    Taking anything but the first thing of the mission fails, as does trying to drop where no room
+    is. Where the second thing was at the start counts, and not what is dropped.
+    """
+    colour, thing, _, _ = after.mission
+    takes_wrong = (after.carrying != EMPTY) & (after.carrying != named(colour, thing))
+    tries_to_drop = (action == DROP) & (before.carrying != EMPTY)
+    front, near = env.front(after), after.marks[0]
+    distance_x = jnp.abs(front % env.width - near % env.width)
+    distance_y = jnp.abs(front // env.width - near // env.width)
+    is_near = (distance_x <= 1) & (distance_y <= 1)
+    success = tries_to_drop & (after.carrying == EMPTY) & is_near
+    return success, (tries_to_drop & ~success) | ((action == PICKUP) & takes_wrong)
+
+
 # --- Generators of levels: (env, uniforms) -> Level ---
 
 # One call of the random number generator draws all uniforms of a level. Where Farama tries random
 # cells until one fits, `random_cell` draws once from the cells that fit: the same distribution.
+# Only `multi_room_level` still tries, and says how often it tries in vain.
 
 
 def below(uniform, n):
     """A random integer below n from a uniform number in [0, 1)."""
     return (uniform * n).astype(jnp.int32)
+
+
+def several_below(uniform, *sizes):
+    """Independent random integers below each of `sizes`, digits of one uniform number.
+
+    A uniform number has 23 random bits, so the product of the sizes must be small beside 2^23.
+    """
+    rest = below(uniform, math.prod(sizes))
+    digits = []
+    for size in sizes:
+        digits.append(rest % size)
+        rest = rest // size
+    return digits
+
+
+def random_colours(uniform):
+    """The six colours [6] in a random order."""
+    orders = np.array(list(itertools.permutations(range(6))), np.int32)  # [720, 6]
+    return at(orders, below(uniform, len(orders)))
 
 
 def pick(uniform, allowed):
@@ -883,16 +995,18 @@ def unlock_level(env, uniforms, box=False, ball=False):
     colour = below(for_colour, 6)
     grid = make_room(env, x == wall)
     grid = put(grid, door, DOOR_LOCKED + colour)
+    box_colour = below(for_box_colour, 6)
     if box:
         # Not on or beside the middle of the right room: there RoomGrid has put the agent meanwhile.
         distance = abs(x - 8) + abs(y - 3)
         cell = random_cell(for_box, grid, (x > wall) & (distance > 1))
-        grid = put(grid, cell, BOX + below(for_box_colour, 6))
+        grid = put(grid, cell, BOX + box_colour)
     if ball:
         grid = put(grid, door - 1, BALL + below(for_ball, 6))
     grid = put(grid, random_cell(for_key, grid, x < wall), KEY + colour)
     position, direction = random_agent(env, for_agent, grid, x < wall)
-    return Level(grid, position, direction, marks=(door,))
+    mission = (box_colour,) if box else ()
+    return Level(grid, position, direction, marks=(door,), mission=mission)
 
 
 def red_blue_doors_level(env, uniforms):
@@ -914,31 +1028,46 @@ def red_blue_doors_level(env, uniforms):
 
 
 def key_corridor_level(env, uniforms):
-    """Rooms of one cell left and right of a hallway: a key on the left, a locked ball on the right.
+    """Rooms left and right of a hallway: a key on the left, a ball in a locked room on the right.
 
     Farama's `connect_all` adds doors in a random order until every room can be reached. So give
     each possible door a random time at which it opens, and open those up to the moment at which the
     last room is reached.
     """
-    for_lock, for_key, for_colour, for_ball_colour, for_agent = uniforms[:5]
+    for_lock, for_key, for_key_colour, for_ball, for_agent = uniforms[:5]
     x, y = coordinates(env)
-    num_rows = env.height // 2
-    locked_row = below(for_lock, num_rows)
-    key_row = below(for_key, num_rows)
-    colour = below(for_colour, 6)
-    grid = make_room(env, (x % 2 == 0) | ((y % 2 == 0) & (x != 3)))
-    locked_y, key_y = 2 * locked_row + 1, 2 * key_row + 1
-    grid = put(grid, locked_y * env.width + 4, DOOR_LOCKED + colour)
-    grid = put(grid, locked_y * env.width + 5, BALL + below(for_ball_colour, 6))
-    grid = put(grid, key_y * env.width + 1, KEY + colour)
-    middle = 2 * (num_rows // 2) + 1  # the agent's room; walls above and below it are removed
-    position, direction = random_agent(env, for_agent, grid, (x == 3) & (abs(y - middle) <= 1))
+    pitch = (env.width - 1) // 3  # from one wall to the next
+    inside = pitch - 1  # cells between them
+    num_rows = (env.height - 1) // pitch
+    row = np.arange(num_rows)
+    is_hallway = (x > pitch) & (x < 2 * pitch)
+    grid = make_room(env, (x % pitch == 0) | ((y % pitch == 0) & ~is_hallway))
 
     # --- Possible doors [R, 4] of each row: left and right room to the hallway, both downwards ---
     num_doors = 4 * num_rows
     time = uniforms[5 : 5 + num_doors].reshape(num_rows, 4)
-    door_colour = below(uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4), 6)
-    row = np.arange(num_rows)
+    for_door = uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4)
+    door_colour, door_place = several_below(for_door, 6, inside)
+    along = door_place + 1  # from the corner of the room
+    sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([1, 2]) * pitch
+    down_cells = pitch * (row[:, None] + 1) * env.width + np.array([0, 2]) * pitch + along[:, 2:]
+    door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
+
+    # --- The locked door, what is behind it, and its key ---
+    locked_row = below(for_lock, num_rows)
+    colour = below(for_key_colour, 6)
+    ball_colour, ball_x, ball_y = several_below(for_ball, 6, inside, inside)
+    key_row, key_x, key_y = several_below(for_key, num_rows, inside, inside)
+    grid = put(grid, at(door_cells[:, 1], locked_row), DOOR_LOCKED + colour)
+    ball = (pitch * locked_row + 1 + ball_y) * env.width + 2 * pitch + 1 + ball_x
+    grid = put(grid, ball, BALL + ball_colour)
+    key = (pitch * key_row + 1 + key_y) * env.width + 1 + key_x
+    grid = put(grid, key, KEY + colour)
+    top = pitch * (num_rows // 2)  # of the agent's room; walls above and below it are removed
+    is_start = is_hallway & (y >= top) & (y <= top + pitch)
+    position, direction = random_agent(env, for_agent, grid, is_start)
+
+    # --- When does each of the other doors open? ---
     is_bottom = row == num_rows - 1
     is_locked = row == locked_row
     is_above_locked = row + 1 == locked_row
@@ -958,10 +1087,358 @@ def key_corridor_level(env, uniforms):
             last_time = jnp.maximum(last_time, way_out.max())
     is_open = time <= last_time
 
-    cells = (2 * row[:, None] + np.array([1, 1, 2, 2])) * env.width + np.array([2, 4, 1, 5])
     doors = jnp.uint8(DOOR_CLOSED) + door_colour.astype(jnp.uint8)
-    grid = grid.at[cells].set(jnp.where(is_open, doors, at(grid, cells)))
+    grid = grid.at[door_cells].set(jnp.where(is_open, doors, at(grid, door_cells)))
+    return Level(grid, position, direction, mission=(ball_colour,))
+
+
+def locked_room_level(env, uniforms):
+    """Three rooms on each side of a hallway; one is locked and holds the goal, another its key."""
+    for_locked, for_key, for_goal_cell, for_key_cell, for_colours = uniforms[:5]
+    for_agent, for_direction = uniforms[5:7]
+    x, y = coordinates(env)
+    left, right = env.width // 2 - 2, env.width // 2 + 2  # the hallway's walls
+    pitch = env.height // 3
+    is_hallway = (x > left) & (x < right)
+    grid = make_room(env, (x == left) | (x == right) | ((y % pitch == 0) & ~is_hallway))
+
+    # --- Rooms, counted row by row ---
+    room = np.arange(6)
+    room_left, room_top = room % 2 * right, room // 2 * pitch  # corners
+    locked_room = below(for_locked, 6)
+    key_room = (locked_room + 1 + below(for_key, 5)) % 6
+
+    def random_place(uniform, room):
+        place_x, place_y = several_below(uniform, left - 1, pitch - 1)
+        return (at(room_top, room) + 1 + place_y) * env.width + at(room_left, room) + 1 + place_x
+
+    colours = random_colours(for_colours)
+    colour = at(colours, locked_room)
+    doors = jnp.where(room == locked_room, DOOR_LOCKED, DOOR_CLOSED) + colours
+    door_cells = (room_top + 3) * env.width + np.where(room % 2 == 0, left, right)
+    grid = grid.at[door_cells].set(doors.astype(jnp.uint8))
+    grid = put(grid, random_place(for_goal_cell, locked_room), GREEN_GOAL)
+    grid = put(grid, random_place(for_key_cell, key_room), KEY + colour)
+    position = random_cell(for_agent, grid, is_hallway)
+    mission = colour, at(colours, key_room)
+    return Level(grid, position, below(for_direction, 4), mission=mission)
+
+
+def playground_level(env, uniforms):
+    """Nine rooms, a door in each wall between two of them, twelve objects anywhere; no goal."""
+    num_objects = 12
+    for_agent, for_direction = uniforms[:2]
+    for_door = uniforms[2:14].reshape(2, 3, 2)
+    for_object = uniforms[14 : 14 + num_objects]
+    for_cell = uniforms[14 + num_objects : 14 + 2 * num_objects]
+    x, y = coordinates(env)
+    pitch = env.width // 3
+    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
+
+    # --- Doors [2, 3, 2]: in columns of wall, then in rows; room along the wall; which wall ---
+    colour, place = several_below(for_door, 6, pitch - 2)  # none beside the wall's last crossing
+    along = pitch * np.arange(3)[:, None] + 1 + place
+    across = pitch * np.array([1, 2])
+    in_columns = along[0] * env.width + across
+    in_rows = across * env.width + along[1]
+    doors = (DOOR_CLOSED + colour).astype(jnp.uint8)
+    grid = grid.at[jnp.stack([in_columns, in_rows])].set(doors)
+
+    position = random_cell(for_agent, grid)
+    colours, kinds = several_below(for_object, 6, 3)
+    objects = KEY + 8 * kinds + colours  # key, ball or box
+    for uniform, content in zip(for_cell, objects, strict=True):
+        grid = put(grid, random_cell(uniform, grid, taken=position), content)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def in_room(env, column, row, pitch):
+    """The cells [H * W], bool, of a room in a grid of rooms, its walls included."""
+    x, y = coordinates(env)
+    is_column = (x >= column * pitch) & (x <= (column + 1) * pitch)
+    return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
+
+
+def obstructed_pair_level(env, uniforms, hidden, blocked=False):
+    """Two rooms, a locked door between them; agent and key in the left, the blue ball in the right.
+
+    The key may be hidden in a box, the door blocked by a green ball.
+    """
+    for_door, for_colour, for_key, for_ball, for_agent = uniforms[:5]
+    x, y = coordinates(env)
+    wall = 5
+    door = (1 + below(for_door, 4)) * env.width + wall
+    colour = below(for_colour, 6)
+    grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
+    if blocked:
+        grid = put(grid, door - 1, BALL + GREEN)
+    key = (KEY_BOX if hidden else KEY) + colour
+    grid = put(grid, random_cell(for_key, grid, x < wall), key)
+    distance = abs(x - 8) + abs(y - 3)  # not on or beside the middle: see `unlock_level`
+    grid = put(grid, random_cell(for_ball, grid, (x > wall) & (distance > 1)), BLUE_BALL)
+    position, direction = random_agent(env, for_agent, grid, x < wall)
     return Level(grid, position, direction)
+
+
+def obstructed_maze_level(
+    env, uniforms, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
+):
+    """Nine rooms, the blue ball in one of `num_quarters` corners, behind locked doors.
+
+    Doors lead from the middle room to as many side rooms, and two locked ones from each of these to
+    corners. Their keys are in the side room, maybe `hidden` in boxes, and green balls may block the
+    doors. Without `keys_last` a key may lie where the ball before the next door comes to be: then
+    it is gone, as in Farama's -v0, and the level may have no solution.
+    """
+    for_colours, for_ball_corner, for_ball_place, for_agent = uniforms[:4]
+    for_middle_door = uniforms[4 : 4 + num_quarters]
+    for_side = uniforms[4 + num_quarters : 4 + 5 * num_quarters].reshape(num_quarters, 2, 2)
+    x, y = coordinates(env)
+    pitch = 5
+    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
+    colours = random_colours(for_colours)
+    ahead = [1, env.width, -1, -env.width]  # by direction: right, down, left, up
+    side_rooms = [(2, 1), (1, 2), (0, 1), (1, 0)]  # in these directions from the middle one
+    corners = np.array([(2, 0), (2, 2), (0, 2), (0, 0)])
+
+    def door_cell(uniform, room, direction):
+        """A random cell of one wall of a room."""
+        left, top = room[0] * pitch, room[1] * pitch
+        along = 1 + below(uniform, pitch - 1)
+        if direction in (0, 2):
+            return (top + along) * env.width + left + (pitch if direction == 0 else 0)
+        return (top + (pitch if direction == 1 else 0)) * env.width + left + along
+
+    def with_door(grid, uniform, i, turn):
+        direction = (i + turn) % 4
+        door = door_cell(uniform, side_rooms[i], direction)
+        grid = put(grid, door, DOOR_LOCKED + colours[(i + turn) % 6])
+        return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
+
+    def with_key(grid, uniform, i, turn):
+        key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
+        return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
+
+    for i in range(num_quarters):
+        middle_door = door_cell(for_middle_door[i], (1, 1), i)
+        grid = put(grid, middle_door, DOOR_CLOSED + colours[i])
+        (first_door, first_key), (second_door, second_key) = for_side[i]
+        grid = with_door(grid, first_door, i, turn=-1)
+        if not keys_last:
+            grid = with_key(grid, first_key, i, turn=-1)
+        grid = with_door(grid, second_door, i, turn=1)
+        if keys_last:
+            grid = with_key(grid, first_key, i, turn=-1)
+        grid = with_key(grid, second_key, i, turn=1)
+
+    corner_x, corner_y = at(corners * pitch, below(for_ball_corner, num_quarters))
+    place_x, place_y = several_below(for_ball_place, pitch - 1, pitch - 1)
+    ball = (corner_y + 1 + place_y) * env.width + corner_x + 1 + place_x
+    grid = put(grid, ball, BLUE_BALL)
+    agent_cells = in_room(env, *agent_room, pitch)
+    position, direction = random_agent(env, for_agent, grid, agent_cells)
+    return Level(grid, position, direction)
+
+
+class Rooms(NamedTuple):
+    """Rectangles of rooms, walls included; integers of any one shape."""
+
+    left: jax.Array
+    top: jax.Array
+    width: jax.Array
+    height: jax.Array
+
+
+def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
+    """A chain of rooms of random sizes, doors between them; agent in the first, goal in the last.
+
+    Farama adds room to room, each with up to eight tries to fit it in, and begins anew until it has
+    a chain of all rooms. Here `num_chains` chains are made side by side and the first whole one
+    counts, which has the same distribution. That none is whole has a probability below 4e-7 with
+    the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
+    chain, with the goal in its last room.
+    """
+    num_tries = 8
+    sizes = max_size - 3  # from 4 to `max_size`, walls included
+    for_left, for_top = uniforms[: 2 * num_chains].reshape(2, num_chains)
+    end_of_tries = 2 * num_chains + 3 * (num_rooms - 1) * num_chains * num_tries
+    for_tries = uniforms[2 * num_chains : end_of_tries]
+    for_tries = for_tries.reshape(3, num_rooms - 1, num_chains, num_tries)
+    for_start = uniforms[end_of_tries : end_of_tries + 3]
+    for_doors = uniforms[end_of_tries + 3 : end_of_tries + 3 + num_rooms - 1]
+
+    # --- The first rooms [C] of the chains: one of all places and sizes that fit in ---
+    # Farama's check leaves the last row of the grid free, and so does this.
+    corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
+    lefts, widths = np.nonzero(corner + size <= env.width)
+    tops, heights = np.nonzero(corner + size < env.height)
+    column, row = below(for_left, len(lefts)), below(for_top, len(tops))
+    room = Rooms(
+        left=at(lefts, column),
+        top=at(tops, row),
+        width=at(widths, column) + 4,
+        height=at(heights, row) + 4,
+    )
+
+    # --- One room more: eight tries [C, 8], the first that fits counts ---
+    # A scan, because XLA takes minutes to compile this five times in a row.
+    def add_room(carry, inputs):
+        room, entry_wall, is_whole, others = carry
+        number, for_shape, for_door, for_place = inputs
+        last = jax.tree.map(lambda side: side[:, None], room)
+        more_width, more_height, turn = several_below(for_shape, sizes, sizes, 3)
+        width, height = more_width + 4, more_height + 4
+        exit_wall = (entry_wall[:, None] + 1 + turn) % 4  # never where one came in
+        is_right, is_bottom, is_left, is_top = (exit_wall == wall for wall in range(4))
+        is_sideways = is_right | is_left
+        door_x = last.left + 1 + below(for_door, last.width - 2)
+        door_x = jnp.where(is_sideways, last.left + is_right * (last.width - 1), door_x)
+        door_y = last.top + 1 + below(for_door, last.height - 2)
+        door_y = jnp.where(is_sideways, door_y, last.top + is_bottom * (last.height - 1))
+        left = door_x - 1 - below(for_place, width - 2)
+        left = jnp.where(is_sideways, door_x - is_left * (width - 1), left)
+        top = door_y - 1 - below(for_place, height - 2)
+        top = jnp.where(is_sideways, top, door_y - is_top * (height - 1))
+
+        # Does it fit in? The last room needs no check: it lies on the other side of the door.
+        fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
+        other = jax.tree.map(lambda side: side[:, :, None], others)  # [R, C, 1]
+        is_apart = (left + width < other.left) | (other.left + other.width <= left)
+        is_apart |= (top + height < other.top) | (other.top + other.height <= top)
+        fits &= is_apart.all(0)
+        is_chosen = fits & (jnp.cumsum(fits, axis=1) == 1)
+
+        def chosen(values):
+            return jnp.where(is_chosen, values, 0).sum(1)  # [C]
+
+        others = jax.tree.map(lambda sides, side: sides.at[number].set(side), others, room)
+        room = Rooms(chosen(left), chosen(top), chosen(width), chosen(height))
+        is_whole &= fits.any(1)
+        carry = room, chosen((exit_wall + 2) % 4), is_whole, others
+        return carry, (room, chosen(door_y * env.width + door_x), is_whole)
+
+    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)
+    entry_wall = jnp.full(num_chains, 2)  # walls are 0 right, 1 bottom, 2 left, 3 top
+    carry = room, entry_wall, jnp.ones(num_chains, bool), Rooms(*[nowhere] * 4)
+    number = jnp.arange(num_rooms - 1)
+    _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
+
+    # --- Draw the longest chain ---
+    chain = is_whole.sum(0).argmax()
+    length = 1 + is_whole[:, chain].sum()
+    rooms = jax.tree.map(
+        lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
+    )  # [R, 1]
+    right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
+    x, y = coordinates(env)
+    is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [R, H * W]
+    is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
+    is_wall = is_in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
+    grid = jnp.where(is_wall.any(0), jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+    colour = None
+    for number, (door, uniform) in enumerate(zip(doors[:, chain], for_doors, strict=True)):
+        if colour is None:
+            colour = below(uniform, 6)
+        else:
+            colour = (colour + 1 + below(uniform, 5)) % 6  # another one than the door before has
+        with_door = put(grid, door, DOOR_CLOSED + colour)
+        grid = jnp.where(number + 1 < length, with_door, grid)
+
+    for_agent, for_direction, for_goal = for_start
+    position = random_cell(for_agent, grid, is_inside[0])
+    goal = random_cell(for_goal, grid, at(is_inside, length - 1), taken=position)
+    grid = put(grid, goal, GREEN_GOAL)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def fetch_level(env, uniforms, num_objects):
+    """Keys and balls; one of them is to be fetched, or another of the same colour and kind."""
+    for_agent, for_direction, for_target, for_verb = uniforms[:4]
+    for_object = uniforms[4 : 4 + num_objects]
+    for_cell = uniforms[4 + num_objects : 4 + 2 * num_objects]
+    colours, kinds = several_below(for_object, 6, 2)
+    objects = KEY + 8 * kinds + colours  # key or ball
+    grid = make_room(env)
+    for uniform, content in zip(for_cell, objects, strict=True):
+        grid = put(grid, random_cell(uniform, grid), content)
+    position = random_cell(for_agent, grid)
+    target = at(objects, below(for_target, num_objects))
+    verb = WORDS.index(VERB_WORDS[0]) + below(for_verb, len(VERB_WORDS))
+    mission = verb, *words_of(target)
+    return Level(grid, position, below(for_direction, 4), mission=mission)
+
+
+def go_to_door_level(env, uniforms):
+    """A room of random size with a door in each wall, all of other colours. Mark: the right one."""
+    for_size, for_upper, for_lower, for_left, for_right, for_colours = uniforms[:6]
+    for_agent, for_direction, for_target = uniforms[6:9]
+    x, y = coordinates(env)
+    more_width, more_height = several_below(for_size, env.width - 4, env.height - 4)
+    width, height = more_width + 5, more_height + 5
+    is_in_room = (x < width) & (y < height)
+    is_border = (x == 0) | (y == 0) | (x == width - 1) | (y == height - 1)
+    grid = jnp.where(is_in_room & is_border, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+
+    doors = [
+        2 + below(for_upper, width - 4),
+        (height - 1) * env.width + 2 + below(for_lower, width - 4),
+        (2 + below(for_left, height - 4)) * env.width,
+        (2 + below(for_right, height - 4)) * env.width + width - 1,
+    ]
+    colours = random_colours(for_colours)[: len(doors)]
+    for door, colour in zip(doors, colours, strict=True):
+        grid = put(grid, door, DOOR_CLOSED + colour)
+    position = random_cell(for_agent, grid, is_in_room)
+    target = below(for_target, len(doors))
+    mark, colour = at(jnp.stack(doors), target), at(colours, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=(colour,))
+
+
+def different_objects(env, uniforms, grid, num_objects, apart=False):
+    """Puts keys, balls and boxes, no two alike, into free cells of a grid.
+
+    With `apart` no two are neighbours, not even at corners. Takes 2 uniforms for each. Returns
+    (grid, objects [M], their cells [M]).
+    """
+    x, y = coordinates(env)
+    numbers = np.arange(3 * 6)
+    is_left, is_apart = np.ones(3 * 6, bool), True
+    objects, cells = [], []
+    for for_object, for_cell in uniforms[: 2 * num_objects].reshape(num_objects, 2):
+        number = pick(for_object, is_left)
+        cell = random_cell(for_cell, grid, is_apart)
+        is_left = is_left & (numbers != number)
+        if apart:
+            is_far = (abs(x - cell % env.width) > 1) | (abs(y - cell // env.width) > 1)
+            is_apart = is_apart & is_far
+        objects.append(KEY + 8 * (number // 6) + number % 6)
+        cells.append(cell)
+        grid = put(grid, cell, objects[-1])
+    return grid, jnp.stack(objects), jnp.stack(cells)
+
+
+def go_to_object_level(env, uniforms, num_objects):
+    """Things, one of which is the mission's. Mark: where that one is."""
+    for_agent, for_direction, for_target = uniforms[:3]
+    grid, objects, cells = different_objects(env, uniforms[3:], make_room(env), num_objects)
+    position = random_cell(for_agent, grid)
+    target = below(for_target, num_objects)
+    mission = words_of(at(objects, target))
+    mark = at(cells, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
+
+
+def put_near_level(env, uniforms, num_objects):
+    """Things apart from each other; one is to be put near another. Mark: where that one is."""
+    for_agent, for_direction, for_moved, for_target = uniforms[:4]
+    grid = make_room(env)
+    grid, objects, cells = different_objects(env, uniforms[4:], grid, num_objects, apart=True)
+    position = random_cell(for_agent, grid)
+    moved = below(for_moved, num_objects)
+    target = (moved + 1 + below(for_target, num_objects - 1)) % num_objects
+    mission = *words_of(at(objects, moved)), *words_of(at(objects, target))
+    mark = at(cells, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
 
 
 # --- The ids ---
@@ -972,14 +1449,51 @@ def variant(level, **options):
     return functools.partial(level, **options)
 
 
-OPEN = {"see_through_walls": True}
-MEMORY = {"end_rule": memory_end, "can_pick_up": False}
 RANDOM_EMPTY = variant(empty_level, random_start=True)
 LAVA_CROSSING = variant(crossing_level, obstacle=RED_LAVA)
 WALL_CROSSING = variant(crossing_level, obstacle=GREY_WALL)
 RANDOM_MEMORY = variant(memory_level, random_length=True)
 BOX_BEHIND = variant(unlock_level, box=True)
 BALL_BEFORE = variant(unlock_level, box=True, ball=True)
+TWO_ROOMS = variant(multi_room_level, num_rooms=2, max_size=4, num_chains=3)
+FOUR_SMALL_ROOMS = variant(multi_room_level, num_rooms=4, max_size=5, num_chains=10)
+SIX_SMALL_ROOMS = variant(multi_room_level, num_rooms=6, max_size=5, num_chains=16)
+SIX_LARGE_ROOMS = variant(multi_room_level, num_rooms=6, max_size=10, num_chains=40)
+ONE_DOOR = variant(obstructed_pair_level, hidden=False)
+ONE_DOOR_HIDDEN = variant(obstructed_pair_level, hidden=True)
+ONE_DOOR_BLOCKED = variant(obstructed_pair_level, hidden=True, blocked=True)
+TWO_DOORS_BLOCKED = variant(obstructed_maze_level, num_quarters=1, agent_room=(2, 1))
+TWO_DOORS_HIDDEN = variant(TWO_DOORS_BLOCKED, blocked=False)
+TWO_DOORS = variant(TWO_DOORS_HIDDEN, hidden=False)
+ONE_QUARTER = variant(obstructed_maze_level, num_quarters=1, agent_room=(1, 1))
+TWO_QUARTERS = variant(obstructed_maze_level, num_quarters=2, agent_room=(2, 1))
+FOUR_QUARTERS = variant(obstructed_maze_level, num_quarters=4, agent_room=(1, 1))
+
+OPEN = {"see_through_walls": True}
+USE_KEY = {"sentence": "use the key to open the door and then get to the goal"}
+ANY_GOAL = {"sentence": "reach the goal"}
+AVOID_LAVA = {"sentence": "avoid the lava and get to the green goal square"}
+FIND_OPENING = {"sentence": "find the opening and get to the green goal square"}
+MEMORY = {
+    "end_rule": memory_end,
+    "can_pick_up": False,
+    "sentence": "go to the matching object at the end of the hallway",
+}
+UNLOCK = {"end_rule": door_end, "sentence": "open the door"}
+TAKE_BOX = {"end_rule": take_box_end, "sentence": "pick up the {} box"}
+TAKE_BALL = {"end_rule": take_ball_end, "sentence": "pick up the {} ball"}
+TAKE_BLUE_BALL = {"end_rule": take_blue_ball_end, "sentence": "pick up the blue ball"}
+RED_BLUE = {"end_rule": red_blue_end, "sentence": "open the red door then the blue door"}
+LOCKED_ROOM = {
+    "sentence": "get the {0} key from the {1} room, unlock the {0} door and go to the goal"
+}
+ROOMS = {"sentence": "traverse the rooms to get to the goal"}
+PLAY = {"sentence": "", "num_uniforms": 38}
+MISSION = {"observes_mission": True, "see_through_walls": True}
+FETCH = MISSION | {"end_rule": fetch_end, "sentence": "{} {} {}"}
+GO_TO_DOOR = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} door"}
+GO_TO_OBJECT = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} {}"}
+PUT_NEAR = MISSION | {"end_rule": put_near_end, "sentence": "put the {} {} near the {} {}"}
 
 
 def moving(num_obstacles):
@@ -1001,38 +1515,84 @@ TABLE = [
     ("Dynamic-Obstacles-16x16", 16, 16, 1024, empty_level, moving(8)),
     ("Dynamic-Obstacles-Random-5x5", 5, 5, 100, RANDOM_EMPTY, moving(2)),
     ("Dynamic-Obstacles-Random-6x6", 6, 6, 144, RANDOM_EMPTY, moving(3)),
-    ("DoorKey-5x5", 5, 5, 250, door_key_level, {}),
-    ("DoorKey-6x6", 6, 6, 360, door_key_level, {}),
-    ("DoorKey-8x8", 8, 8, 640, door_key_level, {}),
-    ("DoorKey-16x16", 16, 16, 2560, door_key_level, {}),
-    ("FourRooms", 19, 19, 100, four_rooms_level, {}),
-    ("LavaGapS5", 5, 5, 100, lava_gap_level, {}),
-    ("LavaGapS6", 6, 6, 144, lava_gap_level, {}),
-    ("LavaGapS7", 7, 7, 196, lava_gap_level, {}),
+    ("DoorKey-5x5", 5, 5, 250, door_key_level, USE_KEY),
+    ("DoorKey-6x6", 6, 6, 360, door_key_level, USE_KEY),
+    ("DoorKey-8x8", 8, 8, 640, door_key_level, USE_KEY),
+    ("DoorKey-16x16", 16, 16, 2560, door_key_level, USE_KEY),
+    ("FourRooms", 19, 19, 100, four_rooms_level, ANY_GOAL),
+    ("LavaGapS5", 5, 5, 100, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS6", 6, 6, 144, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS7", 7, 7, 196, lava_gap_level, AVOID_LAVA),
     ("DistShift1", 9, 7, 252, variant(dist_shift_level, second_row=2), OPEN),
     ("DistShift2", 9, 7, 252, variant(dist_shift_level, second_row=5), OPEN),
-    ("LavaCrossingS9N1", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), {}),
-    ("LavaCrossingS9N2", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), {}),
-    ("LavaCrossingS9N3", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), {}),
-    ("LavaCrossingS11N5", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), {}),
-    ("SimpleCrossingS9N1", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), {}),
-    ("SimpleCrossingS9N2", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), {}),
-    ("SimpleCrossingS9N3", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), {}),
-    ("SimpleCrossingS11N5", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), {}),
+    ("LavaCrossingS9N1", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), AVOID_LAVA),
+    ("LavaCrossingS9N2", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), AVOID_LAVA),
+    ("LavaCrossingS9N3", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), AVOID_LAVA),
+    ("LavaCrossingS11N5", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), AVOID_LAVA),
+    ("SimpleCrossingS9N1", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), FIND_OPENING),
+    ("SimpleCrossingS9N2", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), FIND_OPENING),
+    ("SimpleCrossingS9N3", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), FIND_OPENING),
+    ("SimpleCrossingS11N5", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), FIND_OPENING),
     ("MemoryS7", 7, 7, 245, memory_level, MEMORY),
     ("MemoryS9", 9, 9, 405, memory_level, MEMORY),
     ("MemoryS11", 11, 11, 605, memory_level, MEMORY),
     ("MemoryS13", 13, 13, 845, memory_level, MEMORY),
     ("MemoryS13Random", 13, 13, 845, RANDOM_MEMORY, MEMORY),
     ("MemoryS17Random", 17, 17, 1445, RANDOM_MEMORY, MEMORY),
-    ("Unlock", 11, 6, 288, unlock_level, {"end_rule": door_end}),
-    ("UnlockPickup", 11, 6, 288, BOX_BEHIND, {"end_rule": take_box_end}),
-    ("BlockedUnlockPickup", 11, 6, 576, BALL_BEFORE, {"end_rule": take_box_end}),
-    ("RedBlueDoors-6x6", 12, 6, 720, red_blue_doors_level, {"end_rule": red_blue_end}),
-    ("RedBlueDoors-8x8", 16, 8, 1280, red_blue_doors_level, {"end_rule": red_blue_end}),
-    ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, {"end_rule": take_ball_end}),
-    ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, {"end_rule": take_ball_end}),
+    ("Unlock", 11, 6, 288, unlock_level, UNLOCK),
+    ("UnlockPickup", 11, 6, 288, BOX_BEHIND, TAKE_BOX),
+    ("BlockedUnlockPickup", 11, 6, 576, BALL_BEFORE, TAKE_BOX),
+    ("RedBlueDoors-6x6", 12, 6, 720, red_blue_doors_level, RED_BLUE),
+    ("RedBlueDoors-8x8", 16, 8, 1280, red_blue_doors_level, RED_BLUE),
+    ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS4R3", 10, 10, 480, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, TAKE_BALL),
+    ("LockedRoom", 19, 19, 190, locked_room_level, LOCKED_ROOM),
+    ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, ROOMS | {"num_uniforms": 82}),
+    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS | {"num_uniforms": 1960}),
+    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS | {"num_uniforms": 746}),
+    ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS | {"num_uniforms": 4888}),
+    ("ObstructedMaze-1Dl", 11, 6, 288, ONE_DOOR, TAKE_BLUE_BALL),
+    ("ObstructedMaze-1Dlh", 11, 6, 288, ONE_DOOR_HIDDEN, TAKE_BLUE_BALL),
+    ("ObstructedMaze-1Dlhb", 11, 6, 288, ONE_DOOR_BLOCKED, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Dl", 16, 16, 576, TWO_DOORS, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Dlh", 16, 16, 576, TWO_DOORS_HIDDEN, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Dlhb-v0", 16, 16, 576, TWO_DOORS_BLOCKED, TAKE_BLUE_BALL),
+    (
+        "ObstructedMaze-2Dlhb-v1",
+        16,
+        16,
+        576,
+        variant(TWO_DOORS_BLOCKED, keys_last=True),
+        TAKE_BLUE_BALL,
+    ),
+    ("ObstructedMaze-1Q-v0", 16, 16, 720, ONE_QUARTER, TAKE_BLUE_BALL),
+    ("ObstructedMaze-1Q-v1", 16, 16, 720, variant(ONE_QUARTER, keys_last=True), TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Q-v0", 16, 16, 1584, TWO_QUARTERS, TAKE_BLUE_BALL),
+    ("ObstructedMaze-2Q-v1", 16, 16, 1584, variant(TWO_QUARTERS, keys_last=True), TAKE_BLUE_BALL),
+    ("ObstructedMaze-Full-v0", 16, 16, 3600, FOUR_QUARTERS, TAKE_BLUE_BALL),
+    (
+        "ObstructedMaze-Full-v1",
+        16,
+        16,
+        3600,
+        variant(FOUR_QUARTERS, keys_last=True),
+        TAKE_BLUE_BALL,
+    ),
+    ("Playground", 19, 19, 100, playground_level, PLAY),
+    ("Fetch-5x5-N2", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-6x6-N2", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-8x8-N3", 8, 8, 320, variant(fetch_level, num_objects=3), FETCH),
+    ("GoToDoor-5x5", 5, 5, 100, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-6x6", 6, 6, 144, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-8x8", 8, 8, 256, go_to_door_level, GO_TO_DOOR),
+    ("GoToObject-6x6-N2", 6, 6, 180, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("GoToObject-8x8-N2", 8, 8, 320, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("PutNear-6x6-N2", 6, 6, 30, variant(put_near_level, num_objects=2), PUT_NEAR),
+    ("PutNear-8x8-N3", 8, 8, 40, variant(put_near_level, num_objects=3), PUT_NEAR),
 ]
 ENVIRONMENTS = {
     full_id(name): MiniGrid(full_id(name), width, height, limit, level, **fields)
@@ -1041,12 +1601,17 @@ ENVIRONMENTS = {
 
 
 def find_env(env_id):
-    """The environment of an id; UsageError with the nearest ids where there is none."""
-    if full_id(env_id) not in ENVIRONMENTS:
-        nearest = difflib.get_close_matches(full_id(env_id), ENVIRONMENTS, n=3, cutoff=0)
-        message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-        raise UsageError(f"{message} (--list-envs lists all)")
-    return ENVIRONMENTS[full_id(env_id)]
+    """The environment of an id; UsageError with the nearest ids where there is none.
+
+    Where Farama has one version only, -v1 means the same as -v0.
+    """
+    name = full_id(env_id)
+    for known in (name, name.removesuffix("-v1") + "-v0"):
+        if known in ENVIRONMENTS:
+            return ENVIRONMENTS[known]
+    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
+    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
+    raise UsageError(f"{message} (--list-envs lists all)")
 
 
 def make_env(args):
@@ -1121,6 +1686,7 @@ SHAPES = {  # of each kind, drawn in this order
     GOAL: [WHOLE_TILE],
     LAVA: [WHOLE_TILE, *LAVA_WAVES],
 }
+SHAPES[KEY_BOX] = SHAPES[BOX]
 RGB = np.array(
     [[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]]
 )
@@ -1151,6 +1717,8 @@ def draw_tile(cell, direction, lit, size):
     y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
     kind = kind_of(cell)
     colour = LAVA_RGB if kind == LAVA else RGB[min(colour_of(cell), GREY)]
+    if kind == KEY_BOX:
+        colour = RGB[GREY]
     image = np.zeros((pixels, pixels, 3), np.uint8)
     image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
     for shape in SHAPES.get(kind, []):
@@ -1225,7 +1793,9 @@ class Categorical(NamedTuple):
 class Inputs(NamedTuple):
     """What the agent takes in during T steps of M environments."""
 
-    obs: dict  # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}
+    # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}, and of some
+    # environments {"mission": [T, M, any]}, indices into WORDS
+    obs: dict
     prev_action: jax.Array  # [T, M], the action before
     prev_reward: jax.Array  # [T, M], and its reward
     start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
@@ -1233,6 +1803,7 @@ class Inputs(NamedTuple):
 
 CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
 PIXEL_LAYERS = [(16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)]
+MISSION_FEATURES = 32  # size of a mission's embedding, the sum of those of its words
 GRU_GAIN = 4.0  # views differ in few of their cells: large weights let that matter from the start
 
 
@@ -1492,7 +2063,13 @@ class ActorCritic(nn.Module):
         prev_action = jax.nn.one_hot(prev_action.T, self.num_actions + 1, axis=0)
         prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
-        x = jnp.concatenate([image, direction, prev_action, prev_reward])
+        features = [image, direction, prev_action, prev_reward]
+        if "mission" in inputs.obs:
+            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, W, V]
+            words = words.transpose(2, 3, 1, 0)
+            words = words.reshape(-1, *words.shape[2:])  # every place in the sentence has its own
+            features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
+        x = jnp.concatenate(features)
 
         # --- Memory ---
         outputs = []  # [H, M, T] of each layer
@@ -3003,7 +3580,8 @@ def main(words=None):
     if args.list_envs:
         for env in ENVIRONMENTS.values():
             size = f"{env.width}x{env.height}"
-            print(f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps")
+            mission = ", observes its mission" if env.observes_mission else ""
+            print(f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps{mission}")
         return
     if args.track and not importlib.util.find_spec("wandb"):
         raise UsageError("--track needs wandb: pip install wandb")

@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -78,8 +79,15 @@ def words_of(options):
     return words
 
 
+def mission_numbers(env, sentence):
+    """The words of Farama's sentence that differ between levels, as `env.observe` has them."""
+    words = re.fullmatch(env.sentence.replace("{}", "(.+)"), sentence).groups()
+    return [script.WORDS.index(word) for word in words]
+
+
 def farama_success(args, params, episodes):
     """Share of this many episodes in Farama's environment that end with a positive reward."""
+    env = script.make_env(args)
     side_by_side = min(128, episodes)
     blank = script.init_agent_state(args, side_by_side)
 
@@ -96,7 +104,7 @@ def farama_success(args, params, episodes):
         return action, rnn_state
 
     def make_game():
-        game = gymnasium.make(script.find_env(args.env_id).env_id)
+        game = gymnasium.make(env.env_id)
         return RGBImgPartialObsWrapper(game, tile_size=8) if args.img_obs else game
 
     games, key = [make_game() for _ in range(side_by_side)], jax.random.key(0)
@@ -110,6 +118,9 @@ def farama_success(args, params, episodes):
                 "image": np.stack([obs["image"] for obs in observations]),
                 "direction": np.array([obs["direction"] for obs in observations], np.int32),
             }
+            if env.observes_mission:
+                missions = [mission_numbers(env, obs["mission"]) for obs in observations]
+                obs["mission"] = np.array(missions, np.int32)
             key, action_key = jax.random.split(key)
             action, rnn_state = act(obs, agent_state, action_key)
             rewards, chosen = np.zeros(side_by_side, np.float32), np.asarray(action)
