@@ -190,8 +190,8 @@ class Args:
     gae_lambda: float = 0.98
     """lambda of generalised advantage estimation"""
     num_minibatches: int | None = None
-    """minibatches per epoch; by default as many as leave at least 2,048 samples in each, but no more
-    than 16: with many environments each is larger, as fast devices need it"""
+    """minibatches per epoch; by default as many as leave at least 2,048 samples in each, at most
+    16: with many environments each is larger, as fast devices need it"""
     update_epochs: int = 6
     """passes over the batch per update"""
     norm_adv: bool = True

@@ -162,9 +162,9 @@ def command(script, **options):
     return [sys.executable, f"{script.__name__}.py", *words_of(**options)]
 
 
-def environment(devices=1):
-    """Environment variables of a process that sees this many devices, as users would run it."""
-    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+def environment(devices=1, flags=QUICK_COMPILATION):
+    """Environment variables of a process that sees this many devices; flags="": as users run it."""
+    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}{flags}"}
 
 
 def start(script, folder, devices=1, *flags, code=None, env=None, **options):
@@ -242,8 +242,7 @@ def load(path):
 @pytest.fixture(scope="session")
 def finished_run(script, tmp_path_factory):
     """Folder of a finished quick run, by a process. Tests that change it use `run_copy`."""
-    env = {"XLA_FLAGS": environment()["XLA_FLAGS"] + QUICK_COMPILATION}
-    return finish(script, tmp_path_factory.mktemp("quick"), env=env, **QUICK[script.__name__])
+    return finish(script, tmp_path_factory.mktemp("quick"), **QUICK[script.__name__])
 
 
 @pytest.fixture
@@ -255,4 +254,4 @@ def run_copy(finished_run, tmp_path):
 @pytest.fixture(scope="session")
 def default_run(script, tmp_path_factory):
     """Folder of a run with the default flags."""
-    return finish(script, tmp_path_factory.mktemp("default"))
+    return finish(script, tmp_path_factory.mktemp("default"), env=environment(flags=""))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import QUICK, QUICK_COMPILATION, ROOT, environment, words_of
+from conftest import QUICK, ROOT, environment, words_of
 
 FOLDER = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -18,7 +18,6 @@ def run(program, *words):
     if program == "default_runs":
         pytest.importorskip("matplotlib")
     env = environment()
-    env["XLA_FLAGS"] += QUICK_COMPILATION
     command = [sys.executable, str(FOLDER / f"{program}.py"), *map(str, words)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -185,6 +185,7 @@ def test_track_without_wandb(script, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@once("create_run_folders")
 @pytest.mark.parametrize("folder", ["runs_dir", "videos_dir"])
 def test_unwritable_folder(script, folder, tmp_path):
     """Its parent is a file, which stops root too."""
@@ -815,7 +816,7 @@ def test_flags_that_resume_may_change(script, tmp_path):
     assert "--total-timesteps" in refusal(script.UsageError, resumed, total_timesteps=90)
 
 
-@having("load_run", "train")
+@once("load_run")
 def test_longer_run_equals_resumed_run(script, tmp_path):
     """10 updates, resumed to 20, with another log interval: the run of 20 updates, bit for bit."""
     batch_size = quick_args(script).batch_size

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import finish, having, once, quick_args, words_of
+from conftest import MODULES, environment, finish, having, once, quick_args, words_of
 
 ONE_AGENT = "train"  # what scripts define whose `update` is of one agent
 
@@ -50,18 +50,33 @@ def close(ours, expected):
 # --------------------------------------------------------------------------------------------------
 
 LAYOUTS = [  # agents, devices, how agents of one device are mapped
-    (2, 1, "cpu"),
     (2, 1, "gpu"),
-    (2, 2, "cpu"),  # an agent each
-    (4, 2, "gpu"),  # two agents each
     (1, 4, "cpu"),  # the environments of one agent
     (2, 4, "cpu"),  # of two
+]
+MORE_LAYOUTS = LAYOUTS + [  # for the first script: the same text divides agents in all of them
+    (2, 1, "cpu"),
+    (2, 2, "cpu"),  # an agent each
+    (4, 2, "gpu"),  # two agents each
     (2, 4, "gpu"),
 ]
+LEARNERS = [module for module in MODULES if hasattr(module, ONE_AGENT)]
 
 
-@having(ONE_AGENT)
-@pytest.mark.parametrize("agents, devices, platform", LAYOUTS)
+def with_layouts(first, others):
+    """[(script, *layout)]: `first` are the layouts of the first script, `others` of the others."""
+    pairs = []
+    for module in LEARNERS:
+        layouts = first if module is LEARNERS[0] else others
+        pairs += [
+            pytest.param(module, *layout, id=f"{module.__name__}-{layout}") for layout in layouts
+        ]
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "script, agents, devices, platform", with_layouts(MORE_LAYOUTS, LAYOUTS), indirect=["script"]
+)
 def test_first_update_equals_single_runs(script, agents, devices, platform, monkeypatch):
     """All that each agent has learned, seen and drawn after one update, to 1e-5.
 
@@ -75,8 +90,9 @@ def test_first_update_equals_single_runs(script, agents, devices, platform, monk
     assert np.unique(together[1]["losses/grad_norm"][0]).size == agents  # none is there twice
 
 
-@having(ONE_AGENT)
-@pytest.mark.parametrize("agents, devices", [(4, 4), (1, 4), (2, 4)])
+@pytest.mark.parametrize(
+    "script, agents, devices", with_layouts([(4, 4), (1, 4), (2, 4)], [(2, 4)]), indirect=["script"]
+)
 def test_devices_hold_their_parts(script, agents, devices):
     """Agents are spread where their number allows it, environments if not; also after an update."""
     args = quick_args(script, num_seeds=agents, num_devices=devices)
@@ -158,7 +174,7 @@ def test_nothing_moves_between_agents(script):
 @having("CartPole")
 def test_four_devices_train_and_solve(script, tmp_path):
     """The default flags on four virtual devices, in a process of its own."""
-    run_dir = finish(script, tmp_path, devices=4, num_devices=4)
+    run_dir = finish(script, tmp_path, env=environment(4, flags=""), num_devices=4)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["num_devices"], summary["eval_return_mean"]) == (4, 500.0)
 
