@@ -143,7 +143,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates that run, at most, before Python logs them (every one of them) and may do more"""
+    """updates in one call of the device, at most; then Python logs each of them"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10

@@ -126,7 +126,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 10
-    """updates that run, at most, before Python logs them (every one of them) and may do more"""
+    """updates in one call of the device, at most; then Python logs each of them"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 100
@@ -389,7 +389,7 @@ def init_agent(args, key, env):
     """Parameters: {"actor": layers, "critic": layers}; `args` is for networks with flags.
 
     Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
-    features of the policy. They meet in one place only, the common gradient norm (`adam_update`).
+    features of the policy. Their gradients meet in one place only, the common norm (`adam_update`).
     """
     obs = jax.eval_shape(lambda: env.observe(env.reset(jax.random.key(0))))  # runs nothing
     obs_size = math.prod(obs.shape)
@@ -541,7 +541,7 @@ def restart_ended(done, stats):
 
 
 def where_done(done, fresh, running):
-    """For each environment the one state or the other: trees of arrays [N, ...], done [N]."""
+    """`fresh` where `done` [N], `running` elsewhere; both are trees of arrays [N, ...]."""
 
     def choose(fresh, running):
         per_array = done.reshape(done.shape + (1,) * (fresh.ndim - 1))  # [N, 1, ...]
@@ -629,7 +629,7 @@ def trajectory_values(args, env, params, trajectory):
     last_obs = jax.tree.map(lambda x: x[-1:], trajectory.next_obs)
     next_value = jnp.concatenate([value[1:], value_of(last_obs)])
 
-    # --- In which step was an environment truncated, in each of W windows of L steps? ---
+    # --- In which step of each of the W windows was an environment truncated? ---
     length = min(env.max_episode_steps, args.num_steps)
     num_windows = math.ceil(args.num_steps / length)
     padding = ((0, num_windows * length - args.num_steps), (0, 0))
@@ -799,8 +799,10 @@ def ppo_loss(args, params, batch):
 def loss_gradient(args, params, batch, platform, sharding):
     """(gradients of `ppo_loss`, metrics); on CPUs and TPUs block by block.
 
-    Blocks are as large as their activations fit into the processor's cache (1.6 times the speed of
-    a CPU at 1,024 x 128), or into the memory on a TPU's chip.
+    A block is so small that its activations stay in the processor's cache (1.6 times as fast on a
+    CPU at 1,024 x 128), or in the memory on a TPU's chip. Blocks are of one size, and `ppo_loss` is
+    a mean over samples, so the mean of their gradients is that of the minibatch. Metrics of blocks
+    have an axis in front, [blocks].
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     block_size = {"cpu": 4096, "tpu": 32_768}.get(platform)

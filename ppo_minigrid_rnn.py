@@ -184,7 +184,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates that run, at most, before Python logs them (every one of them) and may do more"""
+    """updates in one call of the device, at most; then Python logs each of them"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
@@ -2274,7 +2274,7 @@ def restart_ended(done, stats):
 
 
 def where_done(done, fresh, running):
-    """For each environment the one state or the other: trees of arrays [N, ...], done [N]."""
+    """`fresh` where `done` [N], `running` elsewhere; both are trees of arrays [N, ...]."""
 
     def choose(fresh, running):
         per_array = done.reshape(done.shape + (1,) * (fresh.ndim - 1))  # [N, 1, ...]

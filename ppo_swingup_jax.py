@@ -14,9 +14,10 @@
     python ppo_swingup_jax.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
 With its default flags, in about half a minute on two CPU cores, the greedy policy swings the pole
-up and balances it from 99.7% of the start states (mean of 13 seeds). Training truncates episodes
-after 100 steps, because start states teach more than balancing does: charts/episodic_return is that
-of at most 100 steps. Evaluation plays the task's 500, and eval/episodic_return is that of those.
+up and balances it from more than 99% of the start states (mean of 10 seeds). Training truncates
+episodes after 100 steps, because new starts teach more than further balancing does, so
+charts/episodic_return is that of at most 100 steps. Evaluation plays the task's 500, and
+eval/episodic_return is that of those. Both are plain sums of rewards, not discounted, not scaled.
 
 The setting of the notebook that this script succeeds, for comparisons (it normalised advantages
 over the whole batch, did not bound the policy's mean, and took truncation for termination):
@@ -53,8 +54,7 @@ is the gradient of f; `jax.tree.map` applies a function to all arrays in nested 
 Random numbers come from keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
-minibatch, O observation size, A actions, E evaluation episodes, L steps of
-the longest one, U updates.
+minibatch, O observation size, A actions, E evaluation episodes of at most L steps, U updates.
 """
 
 import time
@@ -140,7 +140,7 @@ class Args:
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 10
-    """updates that run, at most, before Python logs them (every one of them) and may do more"""
+    """updates in one call of the device, at most; then Python logs each of them"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 1024
@@ -162,13 +162,13 @@ class Args:
 
     # Environment
     env_id: Literal["CartPoleSwingUp-v0"] = "CartPoleSwingUp-v0"
-    """the only environment of this script; see make_env"""
+    """the only environment of this script, part of the run's name; see make_env"""
     start: Literal["random", "hanging"] = "random"
     """where the pole is when a training episode begins: anywhere on the circle (random) or straight
     down (hanging)"""
     train_episode_steps: int = 100
     """steps after which a training episode is truncated, at most the environment's own 500, which
-    evaluation plays: start states teach more than balancing does"""
+    evaluation plays: new starts teach more than further balancing does"""
     num_envs: int = 128
     """parallel environments of each agent"""
 
@@ -190,8 +190,8 @@ class Args:
     gae_lambda: float = 0.98
     """lambda of generalised advantage estimation"""
     num_minibatches: int | None = None
-    """minibatches per epoch; by default as many as leave at least 2,048 samples in each, at most
-    16: with many environments each is larger, as fast devices need it"""
+    """minibatches per epoch; by default as many, up to 16, as leave at least 2,048 samples in each:
+    with many environments they are larger instead, as fast devices need them"""
     update_epochs: int = 6
     """passes over the batch per update"""
     norm_adv: bool = True
@@ -260,17 +260,20 @@ class CartPoleSwingUp:
     | terminated  | cart further than 2.4 m from the centre                                    |
     | truncated   | by the caller, after `max_episode_steps`                                   |
     | start       | at rest, position uniform in [-1, 1] m, angle uniform on the whole circle  |
-    |             | (random) or within 0.05 of straight down (hanging)                         |
+    |             | (random) or within 0.05 rad of straight down (hanging)                     |
     | success     | 500 steps on the track, nearly upright in each of the last 100             |
 
     An environment of your own needs `reset`, `step`, `observe`, `action_size` and
-    `max_episode_steps`; states and observations may have any structure, shapes and types. Neither
-    time limit nor reset belong inside: `rollout` takes care of both. It may also have
+    `max_episode_steps`. States and observations may have any structure, shapes and types (the agent
+    below takes arrays; others need another `init_agent` and `forward`). `terminated` is a bool.
+    Neither time limit nor reset belong inside: `rollout` takes care of both. It draws all of its
+    start states at once and keeps every observation, which very large ones may not allow. An
+    environment may also have
 
     - `render(state)`: then there are videos, in real time if it has `tau`, its seconds per step;
     - `succeeded(states)`: then there are success rates;
     - `start`, `starts`, `with_start(start)` and `panels`: then an evaluation plays every kind of
-      start, and a video shows these episodes side by side; see `evaluation_plan`.
+      start, and a video shows the episodes of `panels` side by side; see `evaluation_plan`.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -280,7 +283,7 @@ class CartPoleSwingUp:
     force: float = 20.0  # N, at most
     tau: float = 0.02  # s per step
     x_limit: float = 2.4  # m
-    upright: float = 0.95  # cosine of the angle from which on the pole is nearly upright
+    upright: float = 0.95  # nearly upright is a larger cosine of the angle, 18 degrees at most
     action_size: int = 1
     max_episode_steps: int = 500
     start: str = "random"
@@ -296,7 +299,7 @@ class CartPoleSwingUp:
         return SwingUpState(x=x, x_dot=jnp.zeros(()), theta=theta, theta_dot=jnp.zeros(()))
 
     def step(self, key, state, action):
-        """One step of tau seconds; returns (state, reward [], terminated []).
+        """One step of tau seconds by an action [1]; returns (state, reward [], terminated []).
 
         The pole is a uniform rod of mass m and half length l, its centre at (x + l sin(theta),
         l cos(theta)); M is the mass of cart and pole, F the force. Kinetic energy T (the rod turns
@@ -340,18 +343,18 @@ class CartPoleSwingUp:
         return new_state, self.reward(new_state, action), off_track
 
     def reward(self, state, action):
-        """The reward [] of reaching a state by an action [1], at most 2.5. It adds up
+        """The reward [] of reaching a state by an action [1], at most 2.5: the sum of
 
         | term                             | reason                                              |
         | -------------------------------- | --------------------------------------------------- |
         | cos(theta)                       | height: tells a good swing from a better one        |
         | 1.5 exp(-10 (1 - cos(theta))^2)  | a bonus only near the top, so that staying there    |
         |                                  | pays far more than swinging through it              |
-        | -0.01 x^2                        | away from the ends of the track                     |
-        | -0.3 x^2 - 0.05 theta_dot^2,     | rest at the centre, only once the pole is up:       |
-        | if nearly upright                | swinging it up takes both room and speed            |
+        | -0.01 x^2                        | keeps the cart away from the ends of the track      |
+        | -0.3 x^2 - 0.05 theta_dot^2,     | asks for rest at the centre, but only once the pole |
+        | if nearly upright                | is up: swinging it up takes both room and speed     |
         | -0.0005 action^2                 | no more force than needed; the raw action counts,   |
-        |                                  | beyond its clipping range nothing else restrains it |
+        |                                  | for beyond [-1, 1] the state does not depend on it  |
 
         Upright, hanging, and upright 1 m off the centre, all at rest:
 
@@ -362,8 +365,8 @@ class CartPoleSwingUp:
         """
         cos = jnp.cos(state.theta)
         height = cos + 1.5 * jnp.exp(-10 * (1 - cos) ** 2)
-        unrest = 0.3 * state.x**2 + 0.05 * state.theta_dot**2
-        balance_cost = jnp.where(cos > self.upright, unrest, 0.0)
+        balance_cost = 0.3 * state.x**2 + 0.05 * state.theta_dot**2
+        balance_cost = jnp.where(cos > self.upright, balance_cost, 0.0)
         return height - 0.01 * state.x**2 - balance_cost - 0.0005 * (action**2).sum()
 
     def observe(self, state):
@@ -377,7 +380,7 @@ class CartPoleSwingUp:
         return dataclasses.replace(self, start=start)
 
     def succeeded(self, states):
-        """Success [] of an episode, states of [L + 1] that repeat the last one after its end."""
+        """Success [] of one episode's states [L + 1], which repeat the last one after its end."""
         on_track = (jnp.abs(states.x) <= self.x_limit).all()
         return on_track & (jnp.cos(states.theta[-100:]) > self.upright).all()
 
@@ -406,7 +409,10 @@ class CartPoleSwingUp:
 
 
 def make_env(args):
-    """The environment; the only place that names it."""
+    """The environment; nothing else names it or, but for annotations, its state.
+
+    For another one, mind the defaults that suit this one: `train_episode_steps`, `reward_scale`.
+    """
     return CartPoleSwingUp(start=args.start)
 
 
@@ -427,8 +433,8 @@ def with_time_limit(env, steps):
 def evaluation_plan(env):
     """What an evaluation plays and a video shows, for any environment.
 
-    Returns ({start: environment with that kind of start}, the kind that `env` has itself, panels:
-    a (start, episode) for each picture of the video).
+    Returns ({kind of start: environment with it}, the kind that `env` has itself, (kind of start,
+    number of the episode) for each picture of the video).
     """
     if not hasattr(env, "starts"):
         return {"default": env}, "default", (("default", 0),)
@@ -451,8 +457,12 @@ class Gaussian(NamedTuple):
 
     Samples have no bounds, while the environment clips what it executes to [-1, 1]. Log-
     probabilities are nevertheless those of the raw sample: clipping belongs to the environment,
-    whose workings the agent does not know anyway, so the policy gradient stays exact. The clipped
-    action has point masses at -1 and 1, hence no density to take a ratio of.
+    whose workings the agent does not know anyway, so the policy gradient stays exact. Clipped
+    actions would need another formula: all samples beyond a bound become one action, which has a
+    probability, not a density.
+
+    Another distribution needs the same methods, and arrays with the batch axis in front. The
+    logarithm of the deviation has one reader outside, the metric in `ppo_loss`.
 
     At the means, with deviations 1 and 2: -log(1) - log(2) - log(2 pi) = -2.531.
 
@@ -478,7 +488,10 @@ class Gaussian(NamedTuple):
         return -(0.5 * distance**2 + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self):
-        """Entropies [...], in nats: sum_i [log(sigma_i) + (1 + log(2 pi)) / 2]."""
+        """Entropies [...] of the densities, in nats: sum_i [log(sigma_i) + (1 + log(2 pi)) / 2].
+
+        Unlike that of a discrete choice, it falls below 0, for one number at a deviation of 0.24.
+        """
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
 
@@ -519,7 +532,7 @@ def init_agent(args, key, env):
     `args` is for networks with flags.
 
     Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
-    features of the policy. They meet in one place only, the common gradient norm (`adam_update`).
+    features of the policy. Their gradients meet in one place only, the common norm (`adam_update`).
     """
     obs = jax.eval_shape(lambda: env.observe(env.reset(jax.random.key(0))))  # runs nothing
     obs_size = math.prod(obs.shape)
@@ -527,17 +540,18 @@ def init_agent(args, key, env):
     return {
         "actor": init_mlp(actor_key, (obs_size, 128, 128, env.action_size), head_gain=0.01),
         "critic": init_mlp(critic_key, (obs_size, 128, 128, 1), head_gain=1.0),
-        # A logarithm of -0.5 for the standard deviations.
+        # `bounded_log_std` makes -0.5 of it: at first the standard deviation is 0.6.
         "spread": jnp.full(env.action_size, 1.25 * math.atanh(0.2), jnp.float32),
     }
 
 
 def bounded_log_std(spread):
-    """Logarithms of the actions' standard deviations [A], between -2 and 0.5, of parameters [A].
+    """Logarithms of the actions' standard deviations, between -2 and 0.5, from unbounded numbers.
 
-    The limits keep the policy from losing all its noise, and the noise from drowning what the mean
-    does. A clipped parameter would have no gradient beyond a limit, and could never come back; tanh
-    has one everywhere, and slope 1 in the middle.
+    Of any shape: here parameters [A], but as well what a network computes, [M, A]. The limits keep
+    the policy from losing all its noise, and the noise from drowning what the mean does. A clipped
+    parameter would have no gradient beyond a limit, and could never come back; tanh has one
+    everywhere, and slope 1 in the middle.
 
     >>> bounded_log_std(jnp.array([-9.0, 1.25 * math.atanh(0.2), 9.0])).round(2).tolist()
     [-2.0, -0.5, 0.5]
@@ -561,7 +575,7 @@ def forward(args, params, obs):
     # Far beyond [-1, 1] all samples would be clipped to one force, and noise would teach nothing.
     mean = jnp.tanh(mlp(params["actor"], x)).T  # [M, A]
     value = mlp(params["critic"], x)  # [1, M]
-    # The same deviation everywhere; with the batch axis, like every leaf of a distribution.
+    # One deviation for all observations; with the batch axis, like every leaf of a distribution.
     log_std = jnp.broadcast_to(bounded_log_std(params["spread"]), mean.shape)
     return Gaussian(mean=mean, log_std=log_std), value[0]
 
@@ -689,7 +703,7 @@ def restart_ended(done, stats):
 
 
 def where_done(done, fresh, running):
-    """For each environment the one state or the other: trees of arrays [N, ...], done [N]."""
+    """`fresh` where `done` [N], `running` elsewhere; both are trees of arrays [N, ...]."""
 
     def choose(fresh, running):
         per_array = done.reshape(done.shape + (1,) * (fresh.ndim - 1))  # [N, 1, ...]
@@ -777,7 +791,7 @@ def trajectory_values(args, env, params, trajectory):
     last_obs = jax.tree.map(lambda x: x[-1:], trajectory.next_obs)
     next_value = jnp.concatenate([value[1:], value_of(last_obs)])
 
-    # --- In which step was an environment truncated, in each of W windows of L steps? ---
+    # --- In which step of each of the W windows was an environment truncated? ---
     length = min(env.max_episode_steps, args.num_steps)
     num_windows = math.ceil(args.num_steps / length)
     padding = ((0, num_windows * length - args.num_steps), (0, 0))
@@ -899,7 +913,7 @@ class Max(NamedTuple):
 
 
 def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its samples.
+    """The loss of a minibatch, a mean over its samples (`loss_gradient` may call it in parts).
 
     Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
 
@@ -912,8 +926,8 @@ def ppo_loss(args, params, batch):
     reward_scale * 2.5 / (1 - gamma) = 10), so it is off by default. The entropy bonus keeps the
     policy from becoming certain before it has tried.
 
-    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly,
-    action_std too (from 0.6), explained_variance that rises towards 1.
+    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly (it may
+    be negative), action_std too (from 0.6), explained_variance that rises towards 1.
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -948,8 +962,10 @@ def ppo_loss(args, params, batch):
 def loss_gradient(args, params, batch, platform, sharding):
     """(gradients of `ppo_loss`, metrics); on CPUs and TPUs block by block.
 
-    Blocks are as large as their activations fit into the processor's cache (1.6 times the speed of
-    a CPU at 1,024 x 128), or into the memory on a TPU's chip.
+    A block is so small that its activations stay in the processor's cache (1.6 times as fast on a
+    CPU at 1,024 x 128), or in the memory on a TPU's chip. Blocks are of one size, and `ppo_loss` is
+    a mean over samples, so the mean of their gradients is that of the minibatch. Metrics of blocks
+    have an axis in front, [blocks].
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     block_size = {"cpu": 4096, "tpu": 32_768}.get(platform)
@@ -1338,7 +1354,7 @@ def states_of_episode(states, index):
 
 
 def play_episodes(args, env, params, key):
-    """One greedy episode of one agent in each of E fresh environments: `Episodes`."""
+    """One greedy episode, with the most likely actions, in each of E fresh environments."""
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
 
@@ -1347,7 +1363,7 @@ def play_episodes(args, env, params, key):
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
         keys = jax.random.split(key, args.eval_episodes)
         next_state, reward, terminated = jax.vmap(env.step)(keys, state, dist.mode())
-        state = where_done(running, next_state, state)
+        state = where_done(running, next_state, state)  # what has ended stands still
         return (state, running & ~terminated), (jnp.where(running, reward, 0), running, state)
 
     carry = start_state, jnp.ones(args.eval_episodes, bool)

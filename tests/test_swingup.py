@@ -191,11 +191,11 @@ def test_rollout_truncates_and_never_exceeds_the_maximum(script, monkeypatch):
 
 
 def test_arguments_that_follow_the_number_of_environments(script):
-    """Minibatches of 2,048 samples and at least 45 updates, unless the flags say otherwise."""
+    """Minibatches of 2,048 samples, 16 at most, and 45 updates, unless the flags say otherwise."""
     args = script.Args()
     assert (args.batch_size, args.num_minibatches, args.total_timesteps) == (16_384, 8, 2_000_000)
     args = script.Args(num_envs=1024)
-    assert (args.batch_size, args.num_minibatches, args.num_updates) == (131_072, 64, 45)
+    assert (args.batch_size, args.num_minibatches, args.num_updates) == (131_072, 16, 45)
     assert args.total_timesteps <= 6_000_000
     args = script.Args(num_envs=1024, num_minibatches=4, total_timesteps=200_000)
     assert (args.num_minibatches, args.num_updates) == (4, 1)
