@@ -535,6 +535,7 @@ class MiniGrid:
 
     def transition(self, state, action, marks):
         """`step` without its randomness; `marks` are the cells to which the obstacles move."""
+        action = jnp.asarray(action)  # by hand it may be a Python number
         front = self.front(state)
         grid = state.grid
         if self.num_obstacles:
