@@ -49,7 +49,7 @@ sample from pushing the policy too far from the one that played. It repeats one 
 Recurrence changes three things. The agent sees a small part of the level and remembers the rest, so
 `forward` takes sequences and a recurrent state. Minibatches are whole environments, [T, M], so that
 a gradient goes back through all steps of a rollout, but not beyond. And a truncated episode is
-bootstrapped with the value of its true last observation given the state from before the reset.
+bootstrapped with the value of its true last observation, seen with the memory of that episode.
 
 `train` is all of that as one pure function of a key, for one agent. Everything from the docstring
 to the section "Training" is reinforcement learning; everything below is about running it: many
@@ -65,8 +65,9 @@ is the gradient of f; `jax.tree.map` applies a function to all arrays in nested 
 Random numbers come from keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
-A actions, L stacked GRUs, H hidden units, E evaluation episodes (C of them in a row), U updates; in
-images C, Y, X, B channels, rows, columns and batch, in networks F features.
+W windows of steps (`truncation_window`), G cells of a grid, A actions, F features (of images, their
+channels), Y, X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation
+E environments, C episodes in a row, S states of one episode. Rarer ones are words: [rooms, chains].
 """
 
 import time
@@ -310,7 +311,9 @@ BLUE_BALL = BALL + BLUE
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 
-VIEW = 7  # the agent sees 7x7 cells and stands in the middle of the last row, facing the first
+# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. The bits in
+# `spread_light` and `MiniGrid.view` and the agent's `Encoder` are written for this size.
+VIEW = 7
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
 TILE = 8  # pixels of a cell's side in the view of --img-obs
 
@@ -344,7 +347,10 @@ def named(colour, thing):
 
 
 def unpack(cells):
-    """Cells [...] as Farama's codes [..., 3] uint8: object, colour, state (0 open, 1, 2 locked)."""
+    """Cells [...] as Farama's codes [..., 3] uint8: object, colour and state of a door.
+
+    The state is 0 for an open, 1 for a closed, 2 for a locked door, and 0 for anything else.
+    """
     number = np.arange(NUM_CELLS)
     kind = kind_of(number)
     state = np.where(kind == DOOR_LOCKED, 2, np.where(kind == DOOR_CLOSED, 1, 0))
@@ -361,7 +367,7 @@ def at(table, index):
 
 
 def put(grid, cells, value):
-    """The grid with `value` in one cell ([]) or in several ([M])."""
+    """The grid [G] with `value` [] in one cell ([]) or in each of several ([any])."""
     # A comparison with every cell: a scatter is slower on a CPU.
     chosen = (np.arange(grid.size, dtype=np.int32) == jnp.reshape(cells, (-1, 1))).any(0)
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
@@ -369,7 +375,7 @@ def put(grid, cells, value):
 
 @functools.cache
 def view_table(width, height):
-    """Which cells an agent looks at: [H * W * 4, 49], by position * 4 + direction.
+    """Which cells an agent looks at: [4 G, 49], by position * 4 + direction.
 
     The view is a 7x7 square in front of the agent, turned so that it always looks up: rows run from
     far to near, columns from its left to its right. Cells outside the grid are -1.
@@ -400,7 +406,8 @@ def spread_light(clear, lit):
     cells ahead of both. The last cell of a sweep passes nothing on.
 
     The agent's own row with walls in columns 1 and 5: light enters at column 3, reaches the walls
-    and stops there; ahead, it has passed everything between columns 1 and 5.
+    and stops there. Each of the clear columns 2 to 4 has lit the cells ahead of it and of its
+    neighbours, so ahead columns 1 to 5 are lit:
 
     >>> seen, ahead = spread_light(clear=0b1011101, lit=0b0001000)
     >>> f"{seen:07b} {ahead:07b}"
@@ -426,9 +433,9 @@ def spread_light(clear, lit):
 
 
 class GridState(NamedTuple):
-    """State of one environment. Cells are numbered row by row, cell = y * W + x."""
+    """State of one environment. Its G cells are numbered row by row: y * width + x."""
 
-    grid: jax.Array  # [H * W] uint8, cells
+    grid: jax.Array  # [G] uint8, cells
     position: jax.Array  # [] int32, the agent's cell
     direction: jax.Array  # [] int32: 0 right, 1 down, 2 left, 3 up
     carrying: jax.Array  # [] uint8, a cell; EMPTY for nothing
@@ -440,7 +447,7 @@ class GridState(NamedTuple):
 class Level(NamedTuple):
     """What a generator of levels returns."""
 
-    grid: jax.Array  # [H * W] uint8
+    grid: jax.Array  # [G] uint8
     position: jax.Array  # the agent's cell
     direction: jax.Array  # where it looks
     marks: tuple = ()  # cells that the end rule asks for; of obstacles, in the order they move
@@ -474,10 +481,11 @@ class MiniGrid:
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
-    A new level is a function like `empty_level` and a line in `TABLE`; one that takes more than 29
-    random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
-    `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `render`. States and
-    observations may have any structure, shapes and types (the agent's `Encoder` takes this one's).
+    A new level is a function like `lava_gap_level` and a line in `TABLE`; one that takes more than
+    29 random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
+    `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `width` and
+    `render(state, tile_size)`. States and observations may have any structure, shapes and types
+    (but `ActorCritic` and the check in `forward` take this one's observations: change them too).
     `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes care of
     both.
     """
@@ -492,7 +500,9 @@ class MiniGrid:
     observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
-    num_uniforms: int = 29  # random numbers that a level may use; too few are an error when traced
+    # Random numbers that a level may use. Too few are an error where the level unpacks or reshapes
+    # them, but an index beyond the last one is not: JAX then takes the last one.
+    num_uniforms: int = 29
     num_actions: int = 7
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
     pixels: bool = False  # observe pictures instead of codes
@@ -525,10 +535,11 @@ class MiniGrid:
 
     def transition(self, state, action, marks):
         """`step` without its randomness; `marks` are the cells to which the obstacles move."""
+        action = jnp.asarray(action)  # by hand it may be a Python number
         front = self.front(state)
         grid = state.grid
         if self.num_obstacles:
-            action = jnp.where(action < self.num_actions, action, LEFT)
+            action = jnp.where(action < self.num_actions, action, LEFT)  # Farama's rule for others
             grid = put(grid, state.marks, EMPTY)
             grid = put(grid, marks, BLUE_BALL)
         if not self.can_pick_up:
@@ -585,7 +596,7 @@ class MiniGrid:
         return after, reward.astype(jnp.float32), success | failure
 
     def move_obstacles(self, key, state):
-        """The cells [M] to which the obstacles move, one after the other.
+        """The cells [num_obstacles] to which the obstacles move, one after the other.
 
         Each moves to one of the free cells around it, and stays if there is none. Farama tries 101
         random cells; that all miss the only free one (probability below 1e-5) is ignored.
@@ -611,8 +622,9 @@ class MiniGrid:
         middle of the last row, where the view shows what it carries. Cells outside the grid look
         like walls.
 
-        A level of DoorKey (# wall, X locked door, K key, G goal). The agent is in the top left
-        corner and looks down, so what is on its right is on the left of this picture:
+        A level of DoorKey (# wall, X locked door, K key, G goal) and what the agent sees of it (?
+        is hidden). It is in the top left corner and looks down; the view is turned so that it looks
+        up. What is on the right in the first picture, the door, is on its left.
 
         >>> env = find_env("DoorKey-5x5")
         >>> state = env.reset(jax.random.key(2))
@@ -655,11 +667,11 @@ class MiniGrid:
         lit = 1 << VIEW // 2  # light starts where the agent stands
         for row in reversed(range(VIEW)):  # from near to far
             word, shift = row // rows_per_word, row % rows_per_word * VIEW
-            clear = clear_words[word] >> shift & 0b1111111
+            clear = (clear_words[word] >> shift) & 0b1111111
             seen, lit = spread_light(clear, lit)
             seen_words[word] |= seen << shift
         seen_word = jnp.where(np.arange(VIEW**2) < bits_per_word, seen_words[0], seen_words[1])
-        is_seen = seen_word >> bit & 1 == 1
+        is_seen = ((seen_word >> bit) & 1) == 1
         return jnp.where(is_seen, cells, UNSEEN).reshape(VIEW, VIEW)
 
     def observe(self, state):
@@ -752,7 +764,9 @@ def fetch_end(env, before, action, after):
 def go_to_end(env, before, action, after):
     """Done, beside the marked cell (success) or elsewhere (failure); toggling fails too."""
     distance = jnp.abs(after.position - after.marks[0])
-    is_beside = (distance == 1) | (distance == env.width)  # the agent is never in the outer walls
+    # Cells 1 apart may also be the last of a row and the first of the next one. But the agent never
+    # is in the outer columns.
+    is_beside = (distance == 1) | (distance == env.width)
     is_done = action == DONE
     return is_done & is_beside, (is_done & ~is_beside) | (action == TOGGLE)
 
@@ -812,7 +826,7 @@ def pick(uniform, allowed):
 
 
 def random_cell(uniform, grid, region=True, taken=-1):
-    """A random one of the empty cells of a region (bool [H * W]) other than the cell `taken`."""
+    """A random one of the empty cells of a region (bool [G]) other than the cell `taken`."""
     return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
 
 
@@ -827,13 +841,13 @@ def random_agent(env, uniform, grid, region):
 
 
 def coordinates(env):
-    """x and y of every cell, NumPy arrays [H * W] int32."""
+    """x and y of every cell, NumPy arrays [G] int32."""
     y, x = np.indices((env.height, env.width), np.int32)
     return x.ravel(), y.ravel()
 
 
 def make_room(env, filled=False, filling=GREY_WALL):
-    """A grid [H * W] with walls around it and `filling` where `filled` [H * W] says."""
+    """A grid [G] with walls around it and `filling` where `filled` [G] says."""
     x, y = coordinates(env)
     is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
     grid = jnp.where(filled, jnp.uint8(filling), jnp.uint8(EMPTY))
@@ -937,12 +951,13 @@ def crossing_level(env, uniforms, num_crossings, obstacle):
     # --- Openings ---
     room_x, room_y = jnp.int32(0), jnp.int32(0)  # of the rivers left of and above the room
     for order, where in zip(for_order, for_opening, strict=True):
-        columns_left = columns & (lines > room_x)  # still to cross
-        rows_left = rows & (lines > room_y)
-        next_x = jnp.where(columns_left, lines, env.width - 1).min()
-        next_y = jnp.where(rows_left, lines, env.width - 1).min()
-        num_left = columns_left.sum() + rows_left.sum()
-        crosses_column = order * num_left < columns_left.sum()
+        columns_ahead = columns & (lines > room_x)  # still to cross
+        rows_ahead = rows & (lines > room_y)
+        next_x = jnp.where(columns_ahead, lines, env.width - 1).min()
+        next_y = jnp.where(rows_ahead, lines, env.width - 1).min()
+        # All orders of crossing are equally likely: each river ahead may be the next one.
+        num_ahead = columns_ahead.sum() + rows_ahead.sum()
+        crosses_column = order * num_ahead < columns_ahead.sum()
         between_x = room_x + 1 + below(where, next_x - room_x - 1)
         between_y = room_y + 1 + below(where, next_y - room_y - 1)
         opening_x = jnp.where(crosses_column, next_x, between_x)
@@ -1043,9 +1058,9 @@ def key_corridor_level(env, uniforms):
     is_hallway = (x > pitch) & (x < 2 * pitch)
     grid = make_room(env, (x % pitch == 0) | ((y % pitch == 0) & ~is_hallway))
 
-    # --- Possible doors [R, 4] of each row: left and right room to the hallway, both downwards ---
+    # --- Possible doors [rows, 4]: left and right room to the hallway, left and right downwards ---
     num_doors = 4 * num_rows
-    time = uniforms[5 : 5 + num_doors].reshape(num_rows, 4)
+    open_time = uniforms[5 : 5 + num_doors].reshape(num_rows, 4)
     for_door = uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4)
     door_colour, door_place = several_below(for_door, 6, inside)
     along = door_place + 1  # from the corner of the room
@@ -1072,10 +1087,10 @@ def key_corridor_level(env, uniforms):
     is_locked = row == locked_row
     is_above_locked = row + 1 == locked_row
     never = [row < 0, is_locked, is_bottom, is_bottom | is_locked | is_above_locked]
-    time = jnp.where(jnp.stack(never, axis=1), jnp.inf, time)
+    open_time = jnp.where(jnp.stack(never, axis=1), jnp.inf, open_time)
 
     # --- Every group of neighbours in a column needs a way out: sideways, upwards or downwards ---
-    sideways, down = time[:, :2], time[:, 2:]  # [R, 2], of the left and the right column
+    sideways, down = open_time[:, :2], open_time[:, 2:]  # [rows, 2], left and right column
     up = jnp.roll(down, 1, axis=0)  # the last row has no door downwards, so the first none upwards
     last_time = jnp.float32(0)
     for first in range(num_rows):
@@ -1085,7 +1100,7 @@ def key_corridor_level(env, uniforms):
             # Infinite only for the locked room alone, whose way out is the lock.
             way_out = jnp.where(jnp.isinf(way_out), 0, way_out)
             last_time = jnp.maximum(last_time, way_out.max())
-    is_open = time <= last_time
+    is_open = open_time <= last_time
 
     doors = jnp.uint8(DOOR_CLOSED) + door_colour.astype(jnp.uint8)
     grid = grid.at[door_cells].set(jnp.where(is_open, doors, at(grid, door_cells)))
@@ -1108,9 +1123,11 @@ def locked_room_level(env, uniforms):
     locked_room = below(for_locked, 6)
     key_room = (locked_room + 1 + below(for_key, 5)) % 6
 
-    def random_place(uniform, room):
+    def random_place(uniform, number):
+        """A random cell inside a room."""
         place_x, place_y = several_below(uniform, left - 1, pitch - 1)
-        return (at(room_top, room) + 1 + place_y) * env.width + at(room_left, room) + 1 + place_x
+        x, y = at(room_left, number) + 1 + place_x, at(room_top, number) + 1 + place_y
+        return y * env.width + x
 
     colours = random_colours(for_colours)
     colour = at(colours, locked_room)
@@ -1153,7 +1170,7 @@ def playground_level(env, uniforms):
 
 
 def in_room(env, column, row, pitch):
-    """The cells [H * W], bool, of a room in a grid of rooms, its walls included."""
+    """The cells [G], bool, of a room in a grid of rooms, its walls included."""
     x, y = coordinates(env)
     is_column = (x >= column * pitch) & (x <= (column + 1) * pitch)
     return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
@@ -1210,12 +1227,14 @@ def obstructed_maze_level(
         return (top + (pitch if direction == 1 else 0)) * env.width + left + along
 
     def with_door(grid, uniform, i, turn):
+        """Adds a locked door to side room i, in the wall a quarter `turn` from its direction."""
         direction = (i + turn) % 4
         door = door_cell(uniform, side_rooms[i], direction)
         grid = put(grid, door, DOOR_LOCKED + colours[(i + turn) % 6])
         return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
 
     def with_key(grid, uniform, i, turn):
+        """Puts the key of that door into the side room."""
         key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
         return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
 
@@ -1241,7 +1260,7 @@ def obstructed_maze_level(
 
 
 class Rooms(NamedTuple):
-    """Rectangles of rooms, walls included; integers of any one shape."""
+    """Rectangles of rooms, walls included; whole numbers, all four of the same shape."""
 
     left: jax.Array
     top: jax.Array
@@ -1257,6 +1276,8 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
     counts, which has the same distribution. That none is whole has a probability below 4e-7 with
     the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
     chain, with the goal in its last room.
+
+    With R rooms and C chains this takes 24 C (R - 1) + 2 C + R + 2 uniforms.
     """
     num_tries = 8
     sizes = max_size - 3  # from 4 to `max_size`, walls included
@@ -1267,7 +1288,7 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
     for_start = uniforms[end_of_tries : end_of_tries + 3]
     for_doors = uniforms[end_of_tries + 3 : end_of_tries + 3 + num_rooms - 1]
 
-    # --- The first rooms [C] of the chains: one of all places and sizes that fit in ---
+    # --- The first rooms [chains]: one of all places and sizes that fit in ---
     # Farama's check leaves the last row of the grid free, and so does this.
     corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
     lefts, widths = np.nonzero(corner + size <= env.width)
@@ -1280,7 +1301,7 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
         height=at(heights, row) + 4,
     )
 
-    # --- One room more: eight tries [C, 8], the first that fits counts ---
+    # --- One room more: eight tries [chains, 8], the first that fits counts ---
     # A scan, because XLA takes minutes to compile this five times in a row.
     def add_room(carry, inputs):
         room, entry_wall, is_whole, others = carry
@@ -1302,14 +1323,14 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
 
         # Does it fit in? The last room needs no check: it lies on the other side of the door.
         fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
-        other = jax.tree.map(lambda side: side[:, :, None], others)  # [R, C, 1]
+        other = jax.tree.map(lambda side: side[:, :, None], others)  # [rooms, chains, 1]
         is_apart = (left + width < other.left) | (other.left + other.width <= left)
         is_apart |= (top + height < other.top) | (other.top + other.height <= top)
         fits &= is_apart.all(0)
         is_chosen = fits & (jnp.cumsum(fits, axis=1) == 1)
 
         def chosen(values):
-            return jnp.where(is_chosen, values, 0).sum(1)  # [C]
+            return jnp.where(is_chosen, values, 0).sum(1)  # [chains]
 
         others = jax.tree.map(lambda sides, side: sides.at[number].set(side), others, room)
         room = Rooms(chosen(left), chosen(top), chosen(width), chosen(height))
@@ -1317,9 +1338,10 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
         carry = room, chosen((exit_wall + 2) % 4), is_whole, others
         return carry, (room, chosen(door_y * env.width + door_x), is_whole)
 
-    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)
+    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)  # apart from everything
     entry_wall = jnp.full(num_chains, 2)  # walls are 0 right, 1 bottom, 2 left, 3 top
-    carry = room, entry_wall, jnp.ones(num_chains, bool), Rooms(*[nowhere] * 4)
+    no_others = Rooms(left=nowhere, top=nowhere, width=nowhere, height=nowhere)
+    carry = room, entry_wall, jnp.ones(num_chains, bool), no_others
     number = jnp.arange(num_rooms - 1)
     _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
 
@@ -1328,16 +1350,15 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
     length = 1 + is_whole[:, chain].sum()
     rooms = jax.tree.map(
         lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
-    )  # [R, 1]
+    )  # [rooms, 1]
     right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
     x, y = coordinates(env)
-    is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [R, H * W]
+    is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [rooms, G]
     is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
     is_wall = is_in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
     grid = jnp.where(is_wall.any(0), jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
-    colour = None
     for number, (door, uniform) in enumerate(zip(doors[:, chain], for_doors, strict=True)):
-        if colour is None:
+        if number == 0:
             colour = below(uniform, 6)
         else:
             colour = (colour + 1 + below(uniform, 5)) % 6  # another one than the door before has
@@ -1352,7 +1373,7 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
 
 
 def fetch_level(env, uniforms, num_objects):
-    """Keys and balls; one of them is to be fetched, or another of the same colour and kind."""
+    """Keys and balls; one of them is to be fetched (or another that looks the same)."""
     for_agent, for_direction, for_target, for_verb = uniforms[:4]
     for_object = uniforms[4 : 4 + num_objects]
     for_cell = uniforms[4 + num_objects : 4 + 2 * num_objects]
@@ -1369,7 +1390,7 @@ def fetch_level(env, uniforms, num_objects):
 
 
 def go_to_door_level(env, uniforms):
-    """A room of random size with a door in each wall, all of other colours. Mark: the right one."""
+    """A room of random size, doors of four colours in its walls. Mark: the door of the mission."""
     for_size, for_upper, for_lower, for_left, for_right, for_colours = uniforms[:6]
     for_agent, for_direction, for_target = uniforms[6:9]
     x, y = coordinates(env)
@@ -1398,16 +1419,16 @@ def different_objects(env, uniforms, grid, num_objects, apart=False):
     """Puts keys, balls and boxes, no two alike, into free cells of a grid.
 
     With `apart` no two are neighbours, not even at corners. Takes 2 uniforms for each. Returns
-    (grid, objects [M], their cells [M]).
+    (grid, objects [num_objects], their cells [num_objects]).
     """
     x, y = coordinates(env)
     numbers = np.arange(3 * 6)
-    is_left, is_apart = np.ones(3 * 6, bool), True
+    is_unused, is_apart = np.ones(3 * 6, bool), True
     objects, cells = [], []
     for for_object, for_cell in uniforms[: 2 * num_objects].reshape(num_objects, 2):
-        number = pick(for_object, is_left)
+        number = pick(for_object, is_unused)
         cell = random_cell(for_cell, grid, is_apart)
-        is_left = is_left & (numbers != number)
+        is_unused = is_unused & (numbers != number)
         if apart:
             is_far = (abs(x - cell % env.width) > 1) | (abs(y - cell // env.width) > 1)
             is_apart = is_apart & is_far
@@ -1552,6 +1573,7 @@ TABLE = [
     ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, TAKE_BALL),
     ("LockedRoom", 19, 19, 190, locked_room_level, LOCKED_ROOM),
     ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, ROOMS | {"num_uniforms": 82}),
+    # Farama's N4-S5-v0 has six rooms, whatever its name says; v1 has four.
     ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS | {"num_uniforms": 1960}),
     ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS | {"num_uniforms": 746}),
     ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS | {"num_uniforms": 4888}),
@@ -1615,7 +1637,7 @@ def find_env(env_id):
 
 
 def make_env(args):
-    """The environment; the only place that names it."""
+    """The environment; the only place that names it (`check_args` looks up `env_id`, no more)."""
     return dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
 
 
@@ -1716,9 +1738,12 @@ def draw_tile(cell, direction, lit, size):
     pixels = 3 * size
     y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
     kind = kind_of(cell)
-    colour = LAVA_RGB if kind == LAVA else RGB[min(colour_of(cell), GREY)]
-    if kind == KEY_BOX:
-        colour = RGB[GREY]
+    if kind == LAVA:
+        colour = LAVA_RGB
+    elif kind == KEY_BOX:
+        colour = RGB[GREY]  # its own colour is that of the key inside
+    else:
+        colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` draws all bytes, also colours 6, 7
     image = np.zeros((pixels, pixels, 3), np.uint8)
     image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
     for shape in SHAPES.get(kind, []):
@@ -1842,13 +1867,13 @@ class Dense(nn.Module):
     def __call__(self, x):
         w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
         b = self.param("b", self.bias_init, (self.features, 1))
-        # As one long axis: XLA on a CPU transposes what has more of them before each product.
+        # All axes after the first as one: with more, XLA on a CPU transposes x before each product.
         flat = x.astype(jnp.float32).reshape(len(x), -1)
         return (w @ flat + b).reshape(-1, *x.shape[1:])
 
 
 def patches(x, size, stride):
-    """[C, Y, X, ...] -> [size * size * C, Y', X', ...]: a convolution is one product with these.
+    """[F, Y, X, ...] -> [size * size * F, Y', X', ...]: a convolution is one product with these.
 
     XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a
     product is twenty times faster. With the batch last, each slice copies long contiguous runs.
@@ -1865,7 +1890,7 @@ def patches(x, size, stride):
 
 
 def one_hot_codes(x):
-    """Patches of codes [4 * 3, ...] -> [80, ...] bool: objects, colours and states one-hot.
+    """Patches of 2x2 codes [4 * 3, ...] -> [80, ...] bool: object, colour and state one-hot.
 
     A code is a name, not a quantity: 6 (a ball) is not twice 3 (floor).
     """
@@ -1888,7 +1913,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, image):
-        x = image.transpose(4, 2, 3, 1, 0)  # [C, Y, X, M, T]; of codes [C, X, Y, M, T]
+        x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
         layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
         for i, (features, size, stride) in enumerate(layers):
             x = patches(x, size, stride)
@@ -1910,14 +1935,14 @@ class GRU(nn.Module):
         h     = (1 - keep) * new + keep * h
 
     Where keep is 1 a unit carries its content, and backwards in time its gradient, unchanged. That
-    is what lets it remember. From a constant keep = s / (1 + s) it forgets in about s steps, so
+    is what lets it remember. With a constant keep = s / (1 + s) it forgets in about s steps, so
     b_k = log(s) with s drawn from 1 to `max_span` starts units with spans of all lengths
     (arXiv:1804.11188).
 
-    Backpropagation through time: the scan over T steps is differentiated like any function, so the
-    loss at step t reaches the weights through every step before it in the rollout. It is cut in two
-    places: at the first step, whose hidden state comes from the rollout before and is a constant
-    here; and where an episode starts, since zeros have replaced the hidden state.
+    Backpropagation through time: h after step t depends on the weights through every step up to t,
+    so the gradient of the loss at step t runs back through all of them (`run_gru_backwards`). It is
+    cut in two places: at the first step, whose hidden state comes from the rollout before and is a
+    constant here; and where an episode starts, since zeros have replaced the hidden state.
     """
 
     size: int
@@ -1946,7 +1971,7 @@ class GRU(nn.Module):
 
 
 def gru_gates(from_x, from_h, c):
-    """reset, keep and new [..., H, M] in `GRU`'s equations, from its products [..., 3 H, M]."""
+    """reset, keep and new [..., H, M] in `GRU`'s equations, from W x + b and U h [..., 3 H, M]."""
     reset_x, keep_x, new_x = jnp.split(from_x, 3, axis=-2)
     reset_h, keep_h, new_h = jnp.split(from_h, 3, axis=-2)
     reset = jax.nn.sigmoid(reset_x + reset_h)
@@ -1976,6 +2001,10 @@ def run_gru(u, c, from_x, h, start):
 
     u [3 H, H] and c [H, 1] are its weights, from_x [T, 3 H, M] the inputs' products W x + b,
     h [H, M] the hidden state before the first step; it is forgotten where start [T, M] is set.
+
+    The gradient is written by hand below, so whoever changes `step` or `gru_gates` changes
+    `run_gru_backwards` too, or removes the decorator and `defvjp`: then JAX derives it, slower,
+    and `jax.jvp` works too.
     """
 
     def step(h, inputs):
@@ -2000,12 +2029,15 @@ def run_gru_backwards(residuals, d_hs):
 
     JAX's own backward pass keeps a dozen arrays of every step and adds up the gradient of u step by
     step. But once all hidden states are known, so are the gates: one product gives those of all
-    steps. How a step passes a gradient on is then linear in it, with slopes known in advance,
+    steps. How a step passes a gradient on is then linear in it, with slopes known in advance. Let
+    d_h be the gradient for h after step t, and d_out its part from the loss at that step:
 
-        d_pre = d_h * slope                  of the three gates before their sigmoid or tanh
-        d_h(t-1) = keep * d_h + u^T d_pre    and so on, backwards in time
+        d_from_h  = d_h * slopes_h             for the products U h of the three gates
+        d_h(t-1)  = keep * d_h + u^T d_from_h + d_out(t-1)
 
-    so the loop has one product a step, and that for u is again one for all steps.
+    and so on, backwards in time, where the first two terms are 0 if an episode starts at step t.
+    So the loop has one product a step, and that for u is again one for all steps. slopes_x, for the
+    products W x + b, differ where the reset gate stands in between.
     """
     u, c, from_x, h, start, hs = residuals
     passes = 1.0 - start[:, None]  # [T, 1, M]: nothing passes the start of an episode
@@ -2022,14 +2054,14 @@ def run_gru_backwards(residuals, d_hs):
     def step(d_h, inputs):
         d_out, slopes, keep = inputs
         d_h = d_h + d_out  # from the steps after this one, and from the loss at this one
-        d_pre = jnp.concatenate([d_h] * 3) * slopes  # [3 H, M]
-        return keep * d_h + u.T @ d_pre, d_h
+        d_from_h = jnp.concatenate([d_h] * 3) * slopes  # [3 H, M]
+        return keep * d_h + u.T @ d_from_h, d_h
 
-    # The start of an episode is in what the loop gets, so that it has one slice less to cut.
+    # Starts of episodes are multiplied in beforehand, so that the loop has one slice less to cut.
     backwards = (d_hs, passes * slopes_h, passes * keep)
     d_first, d_h = scan_gru(step, jnp.zeros_like(h), backwards, reverse=True)
-    d_h = jnp.concatenate([d_h] * 3, axis=1)
-    d_from_x, d_from_h = d_h * slopes_x, d_h * slopes_h
+    d_gates = jnp.concatenate([d_h] * 3, axis=1)  # [T, 3 H, M]: d_h once for each gate
+    d_from_x, d_from_h = d_gates * slopes_x, d_gates * slopes_h
     d_u = jnp.einsum("tgm,thm->gh", d_from_h, h_before)
     d_c = jnp.split(d_from_h, 3, axis=1)[2].sum((0, 2))[:, None]
     return d_u, d_c, d_from_x, d_first, None
@@ -2065,9 +2097,10 @@ class ActorCritic(nn.Module):
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
         features = [image, direction, prev_action, prev_reward]
         if "mission" in inputs.obs:
-            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, W, V]
+            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
             words = words.transpose(2, 3, 1, 0)
-            words = words.reshape(-1, *words.shape[2:])  # every place in the sentence has its own
+            # Each word at each place of the sentence has an embedding of its own.
+            words = words.reshape(-1, *words.shape[2:])
             features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
         x = jnp.concatenate(features)
 
@@ -2102,10 +2135,8 @@ def init_agent(args, key, env):
     To replace the agent, write `init_rnn_state`, `init_agent` and `forward`: recurrent states may
     be any tree of arrays [N, ...], parameters any tree at all.
 
-    An orthogonal matrix keeps the lengths of the vectors that pass through it, so that signals and
-    gradients neither vanish nor explode with depth or, in `GRU`, with time. The gain sqrt(2) is
-    derived for relu, which halves a signal's power; with tanh it is a convention that works. The
-    gain of the heads sets where learning begins: 0.01 gives nearly the same policy in all states.
+    All weights begin `orthogonal`, which also explains the gains. In `GRU` it keeps signals from
+    vanishing or exploding with time; with tanh the gain sqrt(2) is a convention that works.
     """
 
     def example_inputs():  # of one step in one environment
@@ -2334,13 +2365,14 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
 
     Returns (env_state, agent_state, stats, trajectory, truncated_state). The trajectory is a
     `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
-    states in which the time limit ended an episode, of the last one in each of W windows of
-    `truncation_window` steps.
+    states in which the time limit ended an episode, at most one in each of the W windows of
+    `truncation_window` steps (where it ended none, they mean nothing).
 
     Environment n starts anew after step t with the level that belongs to the t-th key of its own.
-    On a CPU levels are made when they are needed, in a loop. An accelerator would stop at every
-    step to ask whether the loop goes on; it makes a level for every step of every environment
-    beforehand, all at once, and uses few of them.
+    With platform="cpu" levels are made when they are needed, in the loop of `reset_ended`. An
+    accelerator would stop at every step to ask whether that loop goes on. So anywhere else a level
+    is made for every step of every environment beforehand, all at once; the same levels, of which
+    most are never used.
     """
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
@@ -3000,12 +3032,12 @@ def agree_on_signal(signals):
 class Evaluation(NamedTuple):
     """C consecutive episodes in E environments, and what it takes to draw the first environment's.
 
-    L is the longest possible episode; states after the end of an episode mean nothing.
+    S is max_episode_steps + 1; states after the end of an episode mean nothing.
     """
 
     episode_return: jax.Array  # [C, E]
     episode_length: jax.Array  # [C, E]
-    states: GridState  # of [C, L + 1]
+    states: GridState  # of [C, S]
 
 
 class EvaluationStep(NamedTuple):
@@ -3017,7 +3049,7 @@ class EvaluationStep(NamedTuple):
     agent_state: AgentState  # of [E]
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    states: GridState  # of [L + 1], of the first environment so far
+    states: GridState  # of [S], of the first environment so far
 
 
 def evaluate(args, params, key):
@@ -3053,6 +3085,7 @@ def evaluate(args, params, key):
                 t=now.t + 1,
                 running=now.running & ~terminated,
                 env_state=env_state,
+                # What an agent remembers at the end of its episode stays, for its next one.
                 agent_state=where_done(now.running, agent_state, now.agent_state),
                 episode_return=now.episode_return + jnp.where(now.running, reward, 0),
                 episode_length=now.episode_length + now.running,
@@ -3061,7 +3094,7 @@ def evaluate(args, params, key):
                 ),
             )
 
-        def room_for_states(x):  # [E, ...] -> [L + 1, ...]
+        def room_for_states(x):  # [E, ...] -> [S, ...]
             return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
 
         start = EvaluationStep(
