@@ -2381,7 +2381,8 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
     if platform == "cpu":
         levels = None
     else:
-        levels = jax.vmap(jax.vmap(env.reset))(reset_keys)
+        at_once = max(1, 65_536 // args.num_envs)  # steps: all levels may not fit into the memory
+        levels = jax.lax.map(jax.vmap(env.reset), reset_keys, batch_size=at_once)
     num_windows = math.ceil(args.num_steps / truncation_window(args, env))
     window = jnp.arange(args.num_steps) // truncation_window(args, env)
 
