@@ -108,7 +108,11 @@ def main():
     parser.add_argument("fields", nargs="*", help="fields of the scripts' Args, name=value")
     choice = parser.parse_intermixed_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    fields, rows = parse_fields(choice.fields), []
+    fields = parse_fields(choice.fields)
+    rows = {}  # of earlier calls too, which measured other scripts
+    if choice.out and choice.out.exists():
+        earlier = json.loads(choice.out.read_text())["rows"]
+        rows = {(row["name"], row["setting"]): row for row in earlier}
     with tempfile.TemporaryDirectory() as folder:
         for name in SCRIPTS:
             if choice.only not in name:
@@ -118,25 +122,29 @@ def main():
             for setting, options in settings.items():
                 if options is None:
                     continue
-                row = {"name": name, "setting": setting}
+                row = {"name": name, "setting": setting, "date": f"{datetime.date.today()}"}
                 counts = choice.pairs, choice.compilations
                 row |= compare(new, old, options | fields, *counts)
-                rows.append(row)
+                rows[name, setting] = row
                 print(
                     f"{name:26s} {setting:9s} {row['sps']:10,.0f} SPS, before "
                     f"{row['sps_before']:10,.0f}, ratio {row['ratio']:.3f}; compiled in "
                     f"{row['compile_seconds']:.1f} s, before {row['compile_seconds_before']:.1f} s",
                     flush=True,
                 )
+                save(choice.out, list(rows.values()))
+
+
+def save(path, rows):
+    """Writes what there is, so that an interrupted run has not been for nothing."""
     result = {
         "command": "python " + " ".join(["benchmarks/versions.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "versions": {package: version(package) for package in PACKAGES if version(package)},
         "rows": rows,
     }
-    if choice.out:
-        choice.out.write_text(json.dumps(result, indent=2) + "\n")
+    if path:
+        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
