@@ -708,7 +708,8 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
 
     carry = handle, state.env_state, state.stats
     action_keys = jax.vmap(step_keys, out_axes=1)(rollout_key)  # [T, K]
-    (_, env_state, stats), trajectory = jax.lax.scan(env_step, carry, action_keys)
+    unroll = gpu_unroll(platform, 4)
+    (_, env_state, stats), trajectory = jax.lax.scan(env_step, carry, action_keys, unroll=unroll)
     trajectory = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
     return state._replace(env_state=env_state, stats=stats, key=next_key), trajectory
 
