@@ -88,6 +88,7 @@ from tensorboard.summary.writer import event_file_writer
 
 SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
 DEVICES = "devices"  # the mesh axis over which environments are spread, a device a process
+EVALUATION = 1  # sets the emulators' seeds of evaluations apart from those of training
 
 
 # ==================================================================================================
@@ -276,9 +277,10 @@ def make_pool(args, seeds, *, episodic_life, reward_clip, **options):
     | truncated   | after `max_episode_steps` of a game, all lives together                       |
     | start       | up to 30 no-ops, then FIRE where the game has it                              |
 
-    Four frames show velocities, which a single one does not. The sign of the reward lets one set of
-    hyper-parameters serve games whose scores differ a thousandfold. A life as an episode teaches
-    that losing one is bad: nothing good comes after it.
+    Four frames show velocities, which a single one does not. No-ops make games differ, which would
+    otherwise all begin in the same way. The sign of the reward lets one set of hyper-parameters
+    serve games whose scores differ a thousandfold. A life as an episode teaches that losing one is
+    bad: nothing good comes after it.
 
     The pool must outlive all that steps it.
     """
@@ -304,7 +306,7 @@ def make_pool(args, seeds, *, episodic_life, reward_clip, **options):
 def env_seeds(args, num_envs, *purpose):
     """Seeds [K, num_envs] of emulators: an agent gets those that it would get if trained alone.
 
-    With a `purpose` they are others; 1 stands for evaluations, which all play the same games.
+    With a `purpose`, a number, they are others; all evaluations have the same, `EVALUATION`.
     """
     seeds = []
     for k in range(args.num_seeds):
@@ -317,7 +319,8 @@ def make_env(args):
     """The pool of this process for training: its share of the environments of all agents.
 
     An environment of your own needs what EnvPool's gymnasium interface has: `reset()`, and `xla()`
-    for calls inside a program.
+    for calls inside a program. Of `info`, `rollout` reads "reward", "terminated" and "lives", which
+    EnvPool's other families do not have.
     """
     platform = make_mesh(args).devices.flat[0].platform
     if platform not in ("cpu", "gpu"):
@@ -457,10 +460,12 @@ class NatureCNN(nn.Module):
 
     Both share the convolutions: seeing costs nearly all of the time, and the critic's errors help
     to learn it. 84 x 84 pixels x 4 frames -> 20 x 20 x 32 -> 9 x 9 x 64 -> 7 x 7 x 64 -> 512
-    features.
+    features. Another network may use `nn.Conv` on images [M, Y, X, C]: with `relu_of_result` that
+    is as fast on a GPU; on a CPU its gradient is slow.
     """
 
     num_actions: int
+    layers: tuple = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # features, size of the kernel, stride
     platform: str | None = None  # how to compute it; the parameters do not depend on that
 
     @nn.compact
@@ -472,7 +477,7 @@ class NatureCNN(nn.Module):
         else:
             x = obs.transpose(0, 2, 3, 1) / 255  # [M, Y, X, C]
         channels = obs.shape[1]
-        for i, (features, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
+        for i, (features, size, stride) in enumerate(self.layers):
             shape = (size, size, channels, features)
             kernel = self.param(f"conv{i}", orthogonal(math.sqrt(2)), shape)
             bias = self.param(f"conv{i}_bias", nn.initializers.zeros, (features,))
@@ -653,9 +658,10 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
 
     Scores are those of games: of all lives together, and not clipped.
     """
-    handle, _, _, pool_step = envs.xla()
+    handle, _, _, pool_step = envs.xla()  # without those that only receive or only send
     num_agents, num_envs = state.env_state.done.shape
-    rollout_key, next_key = jax.vmap(jax.random.split, out_axes=1)(state.key)  # [K] each
+    keys = jax.vmap(jax.random.split)(state.key)  # [K, 2]
+    rollout_key, next_key = keys[:, 0], keys[:, 1]
 
     def step_keys(key):
         return jax.random.split(device_key(key, axis_name), args.num_steps)
@@ -681,7 +687,8 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
         game_over = by_agent(info["terminated"]) > 0
         lives = by_agent(info["lives"])
         truncated = by_agent(truncated)
-        # EnvPool calls the step of the time limit truncated, even if it also ends a life or game.
+        # A life or game that the very step of the time limit ends is only truncated to EnvPool. But
+        # it has no future: that it terminated is what counts.
         life_lost = game_over | (lives < env_state.lives)
         terminated = by_agent(terminated) | (truncated & life_lost)
 
@@ -1119,20 +1126,20 @@ def learn(args, state, trajectory, *, platform=None, axis_name=None):
         args, state.params, state.opt_state, batch, learning_rate, epochs_key, platform, axis_name
     )
 
-    def everywhere(x):  # of all devices, which come first
+    def of_all_devices(x):  # with an axis of devices in front, if there are several
         return x if axis_name is None else jax.lax.all_gather(x, axis_name)
 
-    valid = everywhere(batch.valid)
-    advantage_variance = everywhere(batch.advantage).var(where=valid)
-    target_variance = everywhere(batch.target).var(where=valid)
+    valid = of_all_devices(batch.valid)
+    advantage_variance = of_all_devices(batch.advantage).var(where=valid)
+    target_variance = of_all_devices(batch.target).var(where=valid)
     stats = state.stats
     metrics |= {
         # Of the targets, by the old critic: target - value = advantage.
         "losses/explained_variance": 1 - advantage_variance / target_variance,
         "charts/learning_rate": learning_rate,
         # NaN before a game ends
-        "charts/episodic_return": jnp.nanmean(everywhere(stats.last_return)),
-        "charts/episodic_length": jnp.nanmean(everywhere(stats.last_length)),
+        "charts/episodic_return": jnp.nanmean(of_all_devices(stats.last_return)),
+        "charts/episodic_length": jnp.nanmean(of_all_devices(stats.last_length)),
     }
     state = state._replace(
         params=params, opt_state=opt_state, key=next_key, update=state.update + 1
@@ -1390,7 +1397,7 @@ def evaluate(args, act, params, keys):
     that only resets; it counts neither in the score nor in the length.
     """
     shape = (args.num_seeds, args.eval_episodes)
-    envs = make_eval_pool(args, env_seeds(args, args.eval_episodes, 1).reshape(-1))
+    envs = make_eval_pool(args, env_seeds(args, args.eval_episodes, EVALUATION).reshape(-1))
     obs, _ = envs.reset()
     episode_return = np.zeros(shape)
     episode_length = np.zeros(shape, int)
@@ -1495,7 +1502,7 @@ def record_video(args, evaluation, folder, name):
 
     Its actions are played again, in an emulator of its own that sees colours.
     """
-    seeds = env_seeds(args, args.eval_episodes, 1)[0, :1]
+    seeds = env_seeds(args, args.eval_episodes, EVALUATION)[0, :1]
     envs = make_eval_pool(args, seeds, gray_scale=False, img_height=210, img_width=160)
     path = pathlib.Path(folder, f"{name}.mp4")
     path.parent.mkdir(parents=True, exist_ok=True)
