@@ -28,7 +28,6 @@ import datetime
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -896,15 +895,13 @@ class Programs:
 
         keys = jax.eval_shape(functools.partial(script.evaluation_keys, args))
         keys = shapes_of(keys, self.everywhere)
-        evaluate = script.make_evaluate(args)
         if not self.pool:
-            return evaluate, (self.state.params, keys)
+            return script.make_evaluate(args), (self.state.params, keys)
         # The host steps the games; what is compiled chooses their actions.
-        act = inspect.getclosurevars(evaluate).nonlocals["jitted_act"]
         shape = (args.num_seeds, args.eval_episodes, *script.OBS_SHAPE)
         obs = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=self.everywhere)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
-        return act, (self.state.params, obs, keys, step)
+        return script.make_act(args), (self.state.params, obs, keys, step)
 
 
 def memory_plan(compiled):

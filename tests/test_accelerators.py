@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, quick_args
+from conftest import ROOT, having, quick_args
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import accelerators
@@ -101,11 +101,29 @@ def test_training(script, platform, num_devices, monkeypatch):
     assert "scan" in names  # of known length
     loops_on_data = names.count("while")
     assert loops_on_data == 1
-    sorts = [name for name in names if name in ("sort", "top_k", "approx_top_k")]
-    # Atari's shuffle sorts twice an epoch: next to its convolutions that is nothing.
-    assert len(sorts) == (2 if hasattr(script, "make_pool") else 0)
+    assert not [name for name in names if name in ("sort", "top_k", "approx_top_k")]
     assert not [name for name in names if "callback" in name or "infeed" in name]
     assert "f64" not in text and "stablehlo.while" in text
+
+
+@having("make_pool")
+def test_agents_learn_one_after_the_other(script, monkeypatch):
+    """Batched over agents, convolutions would become grouped ones, with slow gradients on GPUs."""
+    pytest.importorskip("envpool")
+    args = quick_args(script, num_seeds=2)
+    envs = script.make_env(args)
+    state = jax.eval_shape(functools.partial(script.init_states, args))
+    played = functools.partial(script.rollout, args, envs, platform="gpu")
+    after, trajectory = jax.eval_shape(played, state)
+
+    def learn(state, trajectory):
+        monkeypatch.setattr(script, "rollout", lambda *_, **__: (state, trajectory))
+        return script.update(args, envs, state, platform="gpu")
+
+    equations = list(inner_equations(jax.make_jaxpr(learn)(after, trajectory).jaxpr))
+    convolutions = [x.params for x in equations if x.primitive.name == "conv_general_dilated"]
+    assert len(convolutions) >= 2 * 3 + 2  # forward, backward for kernels, for all images but one
+    assert {x["feature_group_count"] * x["batch_group_count"] for x in convolutions} == {1}
 
 
 @pytest.mark.parametrize("program", ["init", "evaluate"])

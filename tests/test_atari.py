@@ -141,12 +141,17 @@ def test_rollout_equals_replay(limit):
     assert (length <= limit).all() and np.isfinite(last_score).all()
 
 
-def test_agents_share_a_pool_but_not_their_games():
-    """Two agents in one pool: after one update the second one equals a run of its own."""
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_agents_share_a_pool_but_not_their_games(platform):
+    """Two agents in one pool: after one update the second one equals a run of its own.
+
+    Also as a GPU computes it.
+    """
     results = []
     for args in (quick_args(script, num_seeds=2), quick_args(script, seed=2)):
         envs = script.make_env(args)
-        state, metrics = script.make_train_step(args, envs)(new_state(args, envs))
+        update = jax.jit(functools.partial(script.update, args, envs, platform=platform))
+        state, metrics = jax.block_until_ready(update(new_state(args, envs)))
         results.append(jax.tree.map(np.asarray, (script.flatten_state(state), metrics)))
     together, alone = results
     assert (together[0]["env_state/obs"][0] != together[0]["env_state/obs"][1]).any()
@@ -241,6 +246,24 @@ def test_initial_weights_are_orthogonal():
         w = w.reshape(-1, w.shape[-1])
         np.testing.assert_allclose(w.T @ w, gain**2 * np.eye(w.shape[1]), atol=1e-5 * gain**2)
         assert not np.any(params[f"{name}_bias"] if is_convolution else params[name]["bias"])
+
+
+def test_strides_that_products_do_not_support_are_refused():
+    """Where `convolve` works, `convolve_by_product` says why it does not."""
+    kernel = jnp.zeros((3, 3, 4, 8))
+    assert script.convolve(jnp.zeros((2, 84, 84, 4)), kernel, 2).shape == (2, 41, 41, 8)
+    with pytest.raises(ValueError, match="stride 2 must divide .* kernel, 3 x 3, .* 84 x 84"):
+        script.convolve_by_product(jnp.zeros((4, 84, 84, 2)), kernel, 2)
+
+
+def test_relu_of_result_at_zero():
+    """Like `jax.nn.relu`: no gradient where the result is 0."""
+    x = jnp.array([-1.0, -0.0, 0.0, 1e-45, 2.0])
+    assert jax.grad(lambda x: (3 * script.relu_of_result(x)).sum())(x)[:3].tolist() == [0, 0, 0]
+    for derivative in (jax.jacfwd, jax.jacrev):
+        np.testing.assert_array_equal(
+            derivative(script.relu_of_result)(x)[::4], derivative(nn.relu)(x)[::4]
+        )
 
 
 def test_observation_without_batch_is_refused():
