@@ -26,19 +26,15 @@ the log, a new process goes on with the next one. Without a package that it need
 exists, new measurements are put in the place of old ones, so that all can also be measured by
 several commands with `--only`.
 
-On a machine without a package registry: wheels of what it lacks can be carried there. For Python
-3.12 on x86-64, 0.3 MB:
+On a machine without a package registry, wheels of what it lacks can be carried there. Tyro takes
+0.3 MB (typeguard needs a recent typing-extensions, so that is among them), EnvPool 54 MB more,
+without most of its assets: benchmarks/README.md says how.
 
     python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 -d wheels tyro docstring-parser typeguard typing-extensions
     # there:
     python -m pip install --no-index --no-deps --upgrade --target site wheels/*.whl
     PYTHONPATH=site python benchmarks/gpu.py --out gpu.json
-
-Typeguard needs a recent typing-extensions, which therefore is among them. EnvPool takes 54 MB more:
-the wheels of envpool (53 MB), dm-env, optree, gymnasium, farama-notifications, cloudpickle, glfw
-and types-protobuf. Its three packages of assets are 0.6 GB; Atari needs 0.6 MB of the one named
-envpool-assets: its `envpool_assets/__init__.py` and `envpool_assets/atari/`, put into `site`.
 """
 
 import argparse
@@ -568,29 +564,22 @@ def speed(choice):
             still = functools.partial(speed_of_setting, choice, setting, sps.StillPool)
             yield f"{setting}, emulators stand still", still
         yield setting, functools.partial(speed_of_setting, choice, setting)
-    # LARGE's fields, its sizes and one between them.
-    changes_of = {}
-    for name, changes in LARGE:
-        changes_of.setdefault(name, dict(changes))
-    sizes = [8, 16] if choice.small else [1024, 4096, 16_384, 65_536]
-    for name in (CARTPOLE, SWINGUP):
-        for size in sizes:
-            measurement = functools.partial(
-                scaled, choice, name, changes_of[name], "num_envs", size
-            )
-            yield f"{name} {size} environments", measurement
-    large = changes_of[MINIGRID]
-    compared = sps.COMPARED[MINIGRID]
+    large = {name: changes for name, changes in LARGE if "rnn_hidden_dim" not in changes}
+    large[MINIGRID] = sps.COMPARED[MINIGRID]
+    sizes = [8, 16] if choice.small else [1024, 65_536, 4096, 16_384]  # the ends first
     for size in sizes:
-        measurement = functools.partial(scaled, choice, MINIGRID, compared, "num_envs", size)
-        yield f"{MINIGRID} {size} environments", measurement
-    size = sizes[0] if choice.small else large["num_envs"]
-    measurement = functools.partial(scaled, choice, MINIGRID, large, "num_envs", size)
-    yield f"{MINIGRID} {size} environments, GRU {large['rnn_hidden_dim']}", measurement
-    for name in PURE:
-        for number in [1, 2] if choice.small else [1, 4, 16, 64, 256]:
+        for name, changes in large.items():
+            measurement = functools.partial(scaled, choice, name, changes, "num_envs", size)
+            yield f"{name} {size} environments", measurement
+    for number in [1, 2] if choice.small else [1, 256, 16]:
+        for name in PURE:
             measurement = functools.partial(scaled, choice, name, {}, "num_seeds", number)
             yield f"{name} {number} seeds", measurement
+    for name, changes in LARGE:
+        if name == MINIGRID:
+            size = sizes[0] if choice.small else changes["num_envs"]
+            measurement = functools.partial(scaled, choice, name, changes, "num_envs", size)
+            yield f"{name} {size} environments, LARGE", measurement
 
 
 # ==================================================================================================
@@ -787,7 +776,7 @@ STAGES = {
     "device": Stage(device, 1),
     "correctness": Stage(correctness, 3),
     "resume": Stage(resume, 3),
-    "speed": Stage(speed, 8),
+    "speed": Stage(speed, 10),
     "learning": Stage(learning, 4),
     "commands": Stage(commands, 2),
     "graphs": Stage(graphs, 4),
@@ -845,8 +834,11 @@ class Results:
         self.write()
 
     def add(self, stage, name, row):
-        """One more measurement, in the place of an earlier one of this name."""
-        self.content["stages"].setdefault(stage, {})[name] = row
+        """One more measurement, in the place of an earlier one of this name; that there was no time
+        for it takes no place."""
+        measured = self.content["stages"].setdefault(stage, {})
+        if "skipped" not in row or "skipped" in measured.get(name, row):
+            measured[name] = row
         self.write()
         print(f"{stage}, {name}: {describe(row)}", flush=True)
 
@@ -887,15 +879,15 @@ def end_group(process):
 def run_worker(choice, stage, left, deadline, folder, results):
     """A worker that measures the names in `left`, which are taken out when they are done.
 
-    It ends when there are none, at the deadline or when a measurement takes too long; what it was
-    at then is taken out too.
+    It ends when there are none, at the deadline, when a measurement takes too long or crashes it;
+    what it was at then is taken out too.
     """
     rows, log = pathlib.Path(folder, "rows"), pathlib.Path(folder, "log")
     rows.write_text("")
     words = ["--worker", stage, "--rows", str(rows), "--seconds", str(deadline - time.monotonic())]
     command = [sys.executable, __file__, *sys.argv[1:], *words, "--names", *left]
     seen, begun = 0, time.monotonic()
-    # What is measured on its own, game by game, ends by itself.
+    # A game may take as long as the stage.
     patience = math.inf if stage == "games" else choice.patience
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
@@ -924,7 +916,8 @@ def run_worker(choice, stage, left, deadline, folder, results):
             else:
                 time.sleep(0.1)
     except KeyboardInterrupt:
-        results.add(stage, left.pop(0), {"skipped": "interrupted"})
+        if left:
+            results.add(stage, left.pop(0), {"skipped": "interrupted"})
         raise
     finally:
         end_group(process)
