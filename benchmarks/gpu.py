@@ -743,7 +743,8 @@ def kernels_by_time(choice, name, flags):
         require("envpool")
     script = importlib.import_module(name)
     words = words_for(choice, name, flags, total_timesteps=10**6)
-    milliseconds, steps, operations = profile(name, **fields_of(script, words))
+    # A trace holds a million events.
+    milliseconds, steps, operations = profile(name, updates=1, **fields_of(script, words))
     return {
         "ms_per_update": milliseconds,
         "steps_per_update": steps,

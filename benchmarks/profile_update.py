@@ -62,13 +62,13 @@ def kernel_events(events):
     return [event for event in events if not event["name"].startswith("$")]
 
 
-def profile(name, **changes):
-    """Traces some updates of a script whose `Args` have these changes.
+def profile(name, updates=UPDATES, **changes):
+    """Traces some updates of a script whose `Args` have these changes; too many fill the trace.
 
     Returns (milliseconds per update, steps per update, `Operation`s, the longest first).
     """
     script = importlib.import_module(name)
-    intervals = {"log_interval": UPDATES, "checkpoint_interval": UPDATES}  # all in one chunk
+    intervals = {"log_interval": updates, "checkpoint_interval": updates}  # all in one chunk
     args, state, pool = prepare(script, **intervals | changes)
     chunk = script.make_train_chunk(args, *pool).lower(state, jnp.int32(1)).compile()
     # Every line of the optimised program:
@@ -81,11 +81,11 @@ def profile(name, **changes):
             source = re.search(r'op_name="([^"]*)"', line)
             place = source[1].split("/", 3)[-1][-60:] if source else ""
             origin[instruction] = f"{shape.split('{')[0]} {place}"
-    state, _ = jax.block_until_ready(chunk(state, jnp.int32(UPDATES)))
+    state, _ = jax.block_until_ready(chunk(state, jnp.int32(updates)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             start = time.perf_counter()
-            jax.block_until_ready(chunk(state, jnp.int32(UPDATES)))
+            jax.block_until_ready(chunk(state, jnp.int32(updates)))
             seconds = time.perf_counter() - start
         events = trace_events(folder)
     durations, instruction_of = collections.defaultdict(list), {}
@@ -96,14 +96,14 @@ def profile(name, **changes):
     operations = [
         Operation(
             name=kernel,
-            milliseconds=sum(spent) / UPDATES / 1e3,
-            calls=len(spent) / UPDATES,
+            milliseconds=sum(spent) / updates / 1e3,
+            calls=len(spent) / updates,
             origin=origin.get(instruction_of[kernel], ""),
         )
         for kernel, spent in durations.items()
     ]
     operations.sort(key=lambda operation: -operation.milliseconds)
-    return 1e3 * seconds / UPDATES, args.batch_size * args.num_seeds, operations
+    return 1e3 * seconds / updates, args.batch_size * args.num_seeds, operations
 
 
 def main():
