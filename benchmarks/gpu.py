@@ -74,7 +74,7 @@ CARTPOLE, SWINGUP, MINIGRID, ATARI = accelerators.SCRIPTS
 PURE = (CARTPOLE, SWINGUP, MINIGRID)  # whose environments are part of the program
 PACKAGES = (*sps.PACKAGES, "jaxlib", "jax-cuda13-plugin", "tyro", "numpy")
 TOLERANCE = 1e-3
-LOG_LINES = 12  # of a failed measurement that are kept
+LOG_LINES = 40  # of a failed measurement that are kept
 
 # Where a task counts as solved: what is taken from the summary of an evaluation, and how much.
 SOLVED = {
@@ -870,6 +870,12 @@ def describe(row):
     return ", ".join([*words[:5], f"{row['seconds']:.0f} s"])
 
 
+def end_of(log):
+    """The last lines of a log, each not too long."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [line[:300] for line in lines[-LOG_LINES:]]
+
+
 def end_group(process):
     """Ends a worker and what it has started."""
     with contextlib.suppress(ProcessLookupError):
@@ -887,7 +893,7 @@ def run_worker(choice, stage, left, deadline, folder, results):
     rows.write_text("")
     words = ["--worker", stage, "--rows", str(rows), "--seconds", str(deadline - time.monotonic())]
     command = [sys.executable, __file__, *sys.argv[1:], *words, "--names", *left]
-    seen, begun = 0, time.monotonic()
+    seen, waited = 0, 0.0  # s of sleep, so that a time in which all was suspended does not count
     # A game may take as long as the stage.
     patience = math.inf if stage == "games" else choice.patience
     with log.open("w") as stream:
@@ -899,10 +905,10 @@ def run_worker(choice, stage, left, deadline, folder, results):
             lines = rows.read_text().split("\n")[:-1]
             for line in lines[seen:]:
                 row = json.loads(line)
-                name, begun = row.pop("name"), time.monotonic()
+                name, waited = row.pop("name"), 0.0
                 left.remove(name)
                 if "error" in row:
-                    row["log"] = log.read_text().splitlines()[-LOG_LINES:]
+                    row["log"] = end_of(log)
                 results.add(stage, name, row)
             seen = len(lines)
             if not left:
@@ -912,10 +918,11 @@ def run_worker(choice, stage, left, deadline, folder, results):
             elif time.monotonic() > deadline:
                 results.add(stage, left.pop(0), {"skipped": "stopped: no time was left"})
                 break
-            elif time.monotonic() - begun > patience:
+            elif waited > patience:
                 why = f"took longer than {patience:.0f} s"
             else:
                 time.sleep(0.1)
+                waited += 0.1
     except KeyboardInterrupt:
         if left:
             results.add(stage, left.pop(0), {"skipped": "interrupted"})
@@ -923,8 +930,7 @@ def run_worker(choice, stage, left, deadline, folder, results):
     finally:
         end_group(process)
     if why:
-        tail = log.read_text().splitlines()[-LOG_LINES:]
-        results.add(stage, left.pop(0), {"error": why, "log": tail})
+        results.add(stage, left.pop(0), {"error": why, "log": end_of(log)})
 
 
 def is_chosen(choice, stage, name):

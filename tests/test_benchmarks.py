@@ -235,8 +235,18 @@ def test_gpu_program(tmp_path):
     (tmp_path / "purejaxrl").mkdir()
     (tmp_path / "purejaxrl" / "ppo.py").write_text("import os\nos.abort()\n")
     out = tmp_path / "out.json"
-    words = ["--small", "--out", str(out), "--purejaxrl", str(tmp_path), "--only"]
-    words += ["ppo_cartpole_jax like", "without the flag", "CartPole 4,096", "purejaxrl"]
+    words = [
+        "--small",
+        "--minutes",
+        "60",
+        "--out",
+        str(out),
+        "--purejaxrl",
+        str(tmp_path),
+        "--only",
+    ]
+    words += ["ppo_cartpole_jax like", "without the flag", "speed CartPole 4,096"]
+    words += ["learning CartPole 4,096", "graphs CartPole 4,096", "purejaxrl"]
     env = environment() | {"PYTHONPATH": str(tmp_path)}
     env["XLA_FLAGS"] += QUICK_COMPILATION
     command = [sys.executable, str(FOLDER / "gpu.py"), *words]
@@ -248,7 +258,7 @@ def test_gpu_program(tmp_path):
     stages = content["stages"]
     (crash,) = stages.pop("purejaxrl").values()
     assert "ended with status -6" in crash["error"] and any("Abort" in x for x in crash["log"])
-    assert list(stages) == "device correctness resume speed learning graphs profile".split()
+    assert list(stages) == "device correctness resume speed learning graphs".split()
     rows = {stage: list(measured.values())[-1] for stage, measured in stages.items()}
     assert all(not {"error", "missing", "skipped"} & set(row) for row in rows.values()), rows
     assert "jax" in rows["device"]["versions"]
@@ -260,8 +270,6 @@ def test_gpu_program(tmp_path):
     assert speed["estimated_ms"]["accelerators_before"] > 0
     assert not rows["learning"]["solved"] and rows["learning"]["points"][-1][0] == 512
     assert rows["graphs"]["off"]["sps"] > 0 and rows["graphs"]["as it is"]["faster_by"] == 1
-    times = [kernel["milliseconds"] for kernel in rows["profile"]["kernels"]]
-    assert times == sorted(times, reverse=True) and times[0] > 0
 
 
 def test_gpu_program_interrupted(tmp_path):
