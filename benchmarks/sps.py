@@ -162,12 +162,13 @@ def flops_per_step(script, args, state, pool):
     return product_flops(jaxpr) / (args.batch_size * num_agents)
 
 
-def ours(name, wrap_pool=lambda envs: envs, **changes):
+def ours(name, wrap_pool=lambda envs: envs, compiler_options=None, **changes):
     """A function that trains for a second and returns steps per second, and facts."""
     script = importlib.import_module(name)
     args, state, pool = prepare(script, wrap_pool, **changes)
     start = time.perf_counter()
-    chunk = script.make_train_chunk(args, *pool).lower(state, jnp.int32(1)).compile()
+    chunk = script.make_train_chunk(args, *pool).lower(state, jnp.int32(1))
+    chunk = chunk.compile(compiler_options=compiler_options)
     facts = {"compile_seconds": time.perf_counter() - start}
     facts["product_flops_per_step"] = flops_per_step(script, args, state, pool)
     carry, most = [state], script.chunk_size(args)

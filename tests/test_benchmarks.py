@@ -1,8 +1,10 @@
 """The programs of benchmarks/, each at its smallest size in a process of its own."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import QUICK, ROOT, environment, words_of
@@ -215,3 +217,105 @@ def test_atari_learning(tmp_path):
     (trained,) = result["runs"]
     assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "whole-games"
     assert result["random_return_mean"] >= 0 and trained["curve"]
+
+
+# --------------------------------------------------------------------------------------------------
+# gpu.py
+# --------------------------------------------------------------------------------------------------
+
+
+def test_gpu_program(tmp_path):
+    """Stages of a small run on a CPU; a process that crashes in one of them costs that alone.
+
+    Beside what JAX has here it needs PureJaxRL and gymnax: these abort the process.
+    """
+    (tmp_path / "gymnax").mkdir()
+    (tmp_path / "gymnax" / "__init__.py").write_text("")
+    (tmp_path / "purejaxrl").mkdir()
+    (tmp_path / "purejaxrl" / "ppo.py").write_text("import os\nos.abort()\n")
+    out = tmp_path / "out.json"
+    words = [
+        "--small",
+        "--minutes",
+        "60",
+        "--out",
+        str(out),
+        "--purejaxrl",
+        str(tmp_path),
+        "--only",
+    ]
+    words += ["ppo_cartpole_jax like", "without the flag", "speed CartPole 4,096"]
+    words += ["learning CartPole 4,096", "graphs CartPole 4,096", "purejaxrl"]
+    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    env["XLA_FLAGS"] += QUICK_COMPILATION
+    command = [sys.executable, str(FOLDER / "gpu.py"), *words]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads(out.read_text())
+    assert content["small"] and content["commands"][0]["status"] == "finished"
+
+    stages = content["stages"]
+    (crash,) = stages.pop("purejaxrl").values()
+    assert "ended with status -6" in crash["error"] and any("Abort" in x for x in crash["log"])
+    assert list(stages) == "device correctness resume speed learning graphs".split()
+    rows = {stage: list(measured.values())[-1] for stage, measured in stages.items()}
+    assert all(not {"error", "missing", "skipped"} & set(row) for row in rows.values()), rows
+    assert "jax" in rows["device"]["versions"]
+    assert rows["correctness"]["passed"] and len(rows["correctness"]["params_differ"]) == 3
+    assert rows["resume"]["passed"] and rows["resume"]["arrays"] > 10
+    speed = rows["speed"]
+    assert speed["sps"] > 0 and speed["fields"]["num_envs"] == 8
+    assert speed["ms_per_update"] == pytest.approx(64e3 / speed["sps"])
+    assert speed["estimated_ms"]["accelerators_before"] > 0
+    assert not rows["learning"]["solved"] and rows["learning"]["points"][-1][0] == 512
+    assert rows["graphs"]["off"]["sps"] > 0 and rows["graphs"]["as it is"]["faster_by"] == 1
+
+
+def test_gpu_program_interrupted(tmp_path):
+    """Ctrl-C keeps what was measured; a later command adds to the file."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--small", "--out", str(out), "--only"]
+    process = subprocess.Popen([*command, "launches", "correctness"], env=environment())
+    rows = {}
+    while "launches" not in rows and process.poll() is None:
+        time.sleep(0.2)
+        if out.exists():
+            rows = json.loads(out.read_text())["stages"].get("device", {})
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    content = json.loads(out.read_text())
+    assert content["commands"][-1]["status"] == "interrupted"
+    assert content["stages"]["device"]["launches"]["straight"]["us"] > 0
+
+    # Nothing runs without time, and nothing that is there is lost.
+    subprocess.run([*command, "purejaxrl", "--minutes", "0"], env=environment(), check=True)
+    stages = json.loads(out.read_text())["stages"]
+    assert stages["device"]["launches"]["straight"]["us"] > 0
+    assert stages["purejaxrl"]["ppo_cartpole_jax"] == {"skipped": "no time was left"}
+
+
+def test_kernels_of_a_trace():
+    """Of a GPU's trace the streams count, not the lines that repeat them, nor the host."""
+    code = """
+from profile_update import kernel_events
+
+def line(process, thread, name):
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+def event(process, thread, name):
+    return {"ph": "X", "pid": process, "tid": thread, "name": name, "dur": 1.0}
+
+def process(number, name):
+    return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+
+host = [process(1, "/host:CPU"), line(1, 1, "Stream of thoughts"), event(1, 1, "launch")]
+python = [event(1, 2, "$file.py:1 f")]
+gpu = [line(2, 1, "Stream #13(Compute)"), event(2, 1, "fusion_1"), process(2, "/device:GPU:0")]
+gpu += [line(2, 2, "XLA Ops"), event(2, 2, "fusion.1")]
+assert [event["name"] for event in kernel_events(host + python + gpu)] == ["fusion_1"]
+assert [event["name"] for event in kernel_events(host + python)] == ["launch"]
+"""
+    command = [sys.executable, "-c", code]
+    env = environment() | {"PYTHONPATH": str(FOLDER)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
