@@ -2381,8 +2381,11 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
     if platform == "cpu":
         levels = None
     else:
-        at_once = max(1, 65_536 // args.num_envs)  # steps: all levels may not fit into the memory
-        levels = jax.lax.map(jax.vmap(env.reset), reset_keys, batch_size=at_once)
+        levels_of_step = jax.vmap(env.reset)
+        if args.batch_size <= 65_536:
+            levels = jax.vmap(levels_of_step)(reset_keys)
+        else:  # more may not fit into the memory at once
+            levels = jax.lax.map(levels_of_step, reset_keys)
     num_windows = math.ceil(args.num_steps / truncation_window(args, env))
     window = jnp.arange(args.num_steps) // truncation_window(args, env)
 
