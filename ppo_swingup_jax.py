@@ -1026,9 +1026,8 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, 
     Returns (params, opt_state, metrics {tag: []}).
     """
 
-    def minibatch_step(carry, index):  # index [M] into the batch
+    def minibatch_step(carry, minibatch):  # of [M, ...]
         params, opt_state = carry
-        minibatch = jax.tree.map(lambda x: x[index], batch)
         if sharding is not None:  # each device takes its part of the samples
             minibatch = jax.lax.with_sharding_constraint(minibatch, sharding)
         if args.norm_adv:
@@ -1041,7 +1040,10 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, 
 
     def one_epoch(params, opt_state, key):
         order = random_permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
-        return jax.lax.scan(minibatch_step, (params, opt_state), order)
+        # Gathered at once: epochs take 4 to 9% less on a CPU than with a gather per minibatch. (With
+        # the smaller batches and networks of CartPole it is the other way round.)
+        minibatches = jax.tree.map(lambda x: x[order], batch)  # [num_minibatches, M, ...]
+        return jax.lax.scan(minibatch_step, (params, opt_state), minibatches)
 
     def no_epoch(params, opt_state, key):
         _, metrics = jax.eval_shape(one_epoch, params, opt_state, key)

@@ -28,7 +28,7 @@ DIFFERENT = {
     "trajectory_values": ("AABC", "recurrence, successors that EnvPool hands out"),
     "ppo_loss": ("ABCD", "metrics of a Gaussian, recurrence, masked steps"),
     "loss_gradient": ("AA-B", "blocks for small networks, sums over processes"),
-    "update_epochs": ("AABC", "manual Adam or optax, samples or sequences, masked steps"),
+    "update_epochs": ("ABCD", "when to gather, manual Adam or optax, sequences, masked steps"),
     "TrainState": ("ABCD", "the environment's state, recurrence, optax"),
     "init_train_state": ("AABC", "recurrence, optax, games that begin later"),
     "update": ("ABCD", "scaled rewards, recurrence, a pool for all agents"),
