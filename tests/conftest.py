@@ -3,6 +3,7 @@
 import atexit
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import shutil
@@ -13,8 +14,12 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
-# Half the time to compile; the same operations and fusions, in machine code that is less optimised.
-QUICK_COMPILATION = " --xla_backend_optimization_level=0"
+# A fifth of the time to compile: LLVM optimises nothing, and XLA writes its fusions down directly
+# instead of through MLIR. What must hold for programs as users compile them asks for that.
+QUICK_COMPILATION = (
+    " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4" + QUICK_COMPILATION
 # What one test or process has compiled the others load: most of the time would be compilation.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get it from the process that starts them
@@ -26,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-# A run of 20 updates for each script. A new script needs its row here and a place in CONVERTED.
+# A run of 20 updates for each script. A new script needs its row here.
 QUICK = {
     "ppo_cartpole_jax": dict(
         num_envs=8,
@@ -66,18 +71,7 @@ QUICK = {
         max_episode_steps=20,
     ),
 }
-# The scripts of the new anatomy. The others are neither imported nor compared yet.
-CONVERTED = tuple(QUICK)
-MODULES = [importlib.import_module(name) for name in QUICK if name in CONVERTED]
-
-FILES_OF = {  # test files of one script or of features that only these have
-    "ppo_swingup_jax": ["test_swingup.py"],
-    "ppo_minigrid_rnn": [
-        "test_minigrid_env.py", "test_minigrid_rnn.py", "test_distributed.py"
-    ],
-    "ppo_atari_envpool_xla_jax": ["test_atari.py", "test_distributed.py"],
-}  # fmt: skip
-collect_ignore = [file for name in FILES_OF if name not in CONVERTED for file in FILES_OF[name]]
+MODULES = [importlib.import_module(name) for name in QUICK]
 
 
 def pytest_collection_modifyitems(items):
@@ -119,6 +113,18 @@ def once(name):
     test_drift.py holds it to be one.
     """
     return _with_scripts([module for module in MODULES if hasattr(module, name)][:1])
+
+
+def each_text(name, lacking=None):
+    """Restricts a test to one script for each text of a name, which differs in some of them.
+
+    A test of what a command does, say, runs with every `main` that there is. `lacking` as above.
+    """
+    scripts = {}
+    for module in MODULES:
+        if hasattr(module, name) and not (lacking and hasattr(module, lacking)):
+            scripts.setdefault(inspect.getsource(getattr(module, name)), module)
+    return _with_scripts(list(scripts.values()))
 
 
 # --------------------------------------------------------------------------------------------------

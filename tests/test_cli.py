@@ -18,6 +18,7 @@ import pytest
 from conftest import (
     QUICK,
     contents,
+    each_text,
     edited_copy,
     having,
     newest_checkpoint,
@@ -161,14 +162,18 @@ def test_more_devices_than_there_are(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@having("make_mesh", lacking="make_pool")
-def test_devices_that_do_not_divide_a_minibatch(script, tmp_path):
+@each_text("update_epochs", lacking="make_pool")
+def test_devices_that_do_not_divide_a_minibatch(script):
     """Ten samples on four devices: refused with a flag's name, or trained."""
     sizes = dict(num_envs=4, num_steps=5, num_minibatches=2, total_timesteps=40)
+    args = quick_args(script, num_devices=4, **sizes)
     try:
-        run_main(script, tmp_path, num_devices=4, **sizes)
+        script.check_args(args)
     except script.UsageError as error:
         assert "--num-" in str(error)
+        return
+    _, metrics = script.make_train_chunk(args)(script.init_agents(args), jnp.int32(1))
+    assert np.isfinite(metrics["losses/grad_norm"][0]).all()
 
 
 @pytest.mark.quick
@@ -186,12 +191,14 @@ def test_track_without_wandb(script, tmp_path, monkeypatch):
 
 
 @once("create_run_folders")
+@pytest.mark.quick
 @pytest.mark.parametrize("folder", ["runs_dir", "videos_dir"])
 def test_unwritable_folder(script, folder, tmp_path):
     """Its parent is a file, which stops root too."""
     (tmp_path / "file").touch()
-    words = quick_words(script, tmp_path, **{folder: tmp_path / "file" / "folder"})
-    assert "file" in refusal(script.RunError, script.main, words)
+    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
+    args = quick_args(script, **folders | {folder: str(tmp_path / "file" / "folder")})
+    assert "file" in refusal(script.RunError, script.create_run_folders, args)
 
 
 @pytest.mark.quick
@@ -209,6 +216,7 @@ def test_folders_of_runs_that_start_in_one_second(script, tmp_path, monkeypatch)
         assert run_dir.name == video_dir.name and run_dir.is_dir() and video_dir.is_dir()
 
 
+@once("UsageError")
 def test_exit_statuses(script, tmp_path):
     """Of processes: 2 and one line for wrong usage, 1 and one line for files."""
     cases = [
@@ -223,7 +231,7 @@ def test_exit_statuses(script, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@having("train")  # Atari's environments are not of this file
+@each_text("main", lacking="make_pool")  # Atari's environments are not of its file
 def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch):
     """An environment whose `step` raises OSError, as damaged files do: not mistaken for one."""
 
@@ -237,6 +245,7 @@ def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@once("RunError")
 def test_traceback_of_a_process(script, tmp_path):
     """The same in a process of its own: the traceback is printed, exit status 1."""
     code = f"""import runpy, sys, pathlib
@@ -299,7 +308,7 @@ def test_logged_values_belong_to_their_steps(script, finished_run):
     assert logged["charts/episodic_return"][-1][1] == expected
 
 
-@having("train")
+@each_text("main", lacking="make_pool")
 def test_logged_metrics_are_those_of_training(script, finished_run):
     """Against the same updates one at a time, in this process, where rounding has not grown yet."""
     args, logged = script.load_args(finished_run), scalars(finished_run)
@@ -324,7 +333,7 @@ def test_hyperparameters_are_logged_as_text(script, finished_run):
         assert f"|{field.name}|" in table
 
 
-@having("Max", "init_mlp")
+@once("Logger")
 def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
     """`Max(...)` added to `ppo_loss`: each update's value is the greatest of its minibatches."""
     original, seen = script.ppo_loss, []
@@ -347,7 +356,7 @@ def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
     assert len(set(expected)) == 4 and expected.min() > 1
 
 
-@having("train")
+@each_text("main", lacking="make_pool")
 def test_evaluations_during_training(script, tmp_path, capsys):
     """`--eval-interval 5`: logged as a checkpoint's own evaluation says, without more videos."""
     run_dir = run_main(script, tmp_path, eval_interval=5)
@@ -362,7 +371,7 @@ def test_evaluations_during_training(script, tmp_path, capsys):
     assert logged[2][1] == pytest.approx(evaluation["eval_return_mean"], rel=1e-5)
 
 
-@having("train")
+@each_text("main", lacking="make_pool")
 def test_videos_during_training(script, tmp_path):
     """`--capture-video --video-interval 8`: after updates 8, 16 and the last one, 20."""
     run_dir = run_main(script, tmp_path, capture_video=True, video_interval=8)
@@ -374,7 +383,7 @@ def test_videos_during_training(script, tmp_path):
     assert [step for step, _ in logged] == [args.batch_size * n for n in range(1, 21)]
 
 
-@having("train")
+@each_text("main", lacking="make_pool")
 def test_error_while_drawing_costs_no_result(script, tmp_path, monkeypatch):
     """`render` raises: with its traceback, and the finished summary is there already."""
 
@@ -390,7 +399,7 @@ def test_error_while_drawing_costs_no_result(script, tmp_path, monkeypatch):
     assert "eval/episodic_return" in scalars(run_dir)
 
 
-@having("train")
+@each_text("main", lacking="make_pool")
 def test_environment_without_render(script, tmp_path, monkeypatch, capsys):
     """Has no video; everything else is there, also with `--capture-video` and `--eval`."""
     monkeypatch.delattr(type(script.make_env(quick_args(script))), "render")
@@ -447,16 +456,11 @@ def test_numbers_that_are_not_finite_become_null(script, tmp_path):
 
 @once("use_compilation_cache")
 def test_second_start_loads_programs(script, tmp_path):
-    """The cache lies in the user's cache folder; a second run adds no program to it.
+    """The cache lies in the user's cache folder; a second run adds no program to it."""
+    cache, options = tmp_path / "cache", QUICK[script.__name__]
 
-    Nor does a folder that cannot be written stop a run.
-    """
-    cache, blocked = tmp_path / "cache", tmp_path / "file"
-    blocked.touch()
-    options = QUICK[script.__name__]
-
-    def run(home):
-        env = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": None}
+    def run():
+        env = {"XDG_CACHE_HOME": str(cache), "JAX_COMPILATION_CACHE_DIR": None}
         process = start(script, tmp_path / "work", env=env, **options)
         stdout, stderr = process.communicate()
         assert process.returncode == 0 and not stderr, stdout + stderr
@@ -464,12 +468,31 @@ def test_second_start_loads_programs(script, tmp_path):
     def programs():
         return {name for name in contents(cache) if "train_chunk" in name and "atime" not in name}
 
-    run(cache)
+    run()
     first = programs()
     assert len(first) == 1
-    run(cache)
+    run()
     assert programs() == first
-    run(blocked)
+
+
+@once("use_compilation_cache")
+@pytest.mark.quick
+def test_cache_folder_that_cannot_be_written(script, tmp_path, monkeypatch):
+    """It stops no run: there is no cache, then."""
+    (tmp_path / "file").touch()
+    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        script.use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "folder"))
+        script.use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path / "folder"))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -477,11 +500,17 @@ def test_second_start_loads_programs(script, tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-@having("load_run", "train")
+@pytest.mark.quick
+def test_name_of_a_renamed_copy(script, tmp_path):
+    """Its own, for runs and summaries."""
+    mine = edited_copy(script, tmp_path / "my_experiment.py")
+    assert mine.SCRIPT == "my_experiment" and mine.Args().exp_name == "my_experiment"
+
+
+@once("load_run")
 def test_renamed_copy(script, finished_run, run_copy, tmp_path):
     """It logs under its own name, and loads, evaluates and resumes runs of the original."""
     mine = edited_copy(script, tmp_path / "my_experiment.py")
-    assert mine.SCRIPT == "my_experiment" and mine.Args().exp_name == "my_experiment"
     run_dir = run_main(mine_as(mine, script), tmp_path / "mine")
     assert "__my_experiment__" in run_dir.name
     assert json.loads((run_dir / "summary.json").read_text())["script"] == "my_experiment"
@@ -510,7 +539,6 @@ def mine_as(mine, script):
 # --------------------------------------------------------------------------------------------------
 
 
-@having("load_run")
 def test_eval_repeats_the_evaluation(script, run_copy, tmp_path):
     """`--eval` gives the summary's evaluation and changes nothing else in the run's folder."""
     before = contents(run_copy)
@@ -523,7 +551,7 @@ def test_eval_repeats_the_evaluation(script, run_copy, tmp_path):
     assert len(list((tmp_path / "videos" / run_copy.name).iterdir())) == 1
 
 
-@having("load_run")
+@each_text("parse_args")
 def test_eval_takes_episodes_and_folder_alone(script, run_copy, tmp_path):
     """Flags that an evaluation would ignore are refused, whatever the script's defaults are."""
     before = contents(run_copy)
@@ -540,7 +568,7 @@ def test_eval_takes_episodes_and_folder_alone(script, run_copy, tmp_path):
     assert json.loads((run_copy / "eval.json").read_text())["eval_episodes"] == 7
 
 
-@having("load_run")
+@once("evaluate_run")
 def test_interrupt_ends_an_evaluation(script, run_copy, tmp_path, monkeypatch):
     """Ctrl-C during `--eval`: Python's own exception, and nothing is written."""
     before = contents(run_copy)
@@ -610,7 +638,7 @@ class Bomb:
 DAMAGES = [truncated, empty, text, foreign_archive, bare_array, pickle_payload, raw_pickle]
 
 
-@having("load_checkpoint")
+@each_text("main")
 @pytest.mark.parametrize("damage", [*DAMAGES, other_dtype], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("use", ["resume", "eval"])
 def test_damaged_checkpoint(script, run_copy, damage, use, tmp_path):
@@ -664,7 +692,6 @@ def test_flipped_bits_never_go_unnoticed(script, run_copy):
     assert errors >= len(middles)
 
 
-@having("load_run")
 def test_checkpoint_of_other_shapes(script, run_copy, tmp_path):
     """args.json says twice as many environments as the checkpoint has."""
     edit_saved_args(run_copy, num_envs=2 * QUICK[script.__name__]["num_envs"])
@@ -745,7 +772,7 @@ def test_every_value_survives_saving(script, options, tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-@having("load_run", "train")
+@having("train")
 def test_resuming_a_finished_run_changes_nothing(script, run_copy, tmp_path, capsys):
     """It says so and leaves every file byte for byte."""
     before = contents(run_copy)
@@ -755,7 +782,7 @@ def test_resuming_a_finished_run_changes_nothing(script, run_copy, tmp_path, cap
     assert contents(run_copy) == before and not (tmp_path / "videos").exists()
 
 
-@having("load_run", "train")
+@each_text("main", lacking="make_pool")
 def test_resuming_a_run_that_lacks_only_its_summary(script, run_copy, tmp_path):
     """Killed after its last checkpoint: it gets the evaluation it would have had."""
     expected = json.loads((run_copy / "summary.json").read_text())
@@ -846,7 +873,7 @@ def test_all_seeds_have_keys(script):
     np.testing.assert_array_equal(jax.random.key_data(keys), data)
 
 
-@having("load_run")
+@each_text("main")
 def test_losses_that_are_not_finite(script, run_copy, tmp_path):
     """Resumed with an absurd learning rate: one line; the good checkpoints stay."""
     total_timesteps = 4 * QUICK[script.__name__]["total_timesteps"]

@@ -136,8 +136,8 @@ def test_killed_process_ends_the_other(script, tmp_path):
     assert final(run_of(tmp_path / "process_0"))
 
 
-@having("join_processes")
-def test_without_coordinator(script, tmp_path, capsys):
+@once("join_processes")
+def test_without_coordinator(script, tmp_path):
     """Where JAX finds no cluster the coordinator's address must be given: wrong usage."""
     process = start(script, tmp_path, 1, "--distributed")
     ((code, _, err),) = communicate([process])

@@ -1,6 +1,6 @@
 """The scripts agree with each other: one anatomy, one text for one name. They are parsed, not run.
 
-Only scripts of the new anatomy (`CONVERTED` in conftest.py) are compared.
+Other tests rely on it: what is one text in several scripts they run in one.
 """
 
 import ast
@@ -9,11 +9,10 @@ import sys
 import tomllib
 
 import pytest
-from conftest import CONVERTED, QUICK, ROOT, having
+from conftest import QUICK, ROOT, having
 
 pytestmark = pytest.mark.quick
 
-NAMES = [name for name in QUICK if name in CONVERTED]  # in the order of QUICK
 # Functions and classes that have one name and several texts: which of the four scripts of QUICK
 # have the same text, and why the others differ. "AAB-" means one text in the first two, another one
 # in the third, none in the fourth.
@@ -85,12 +84,6 @@ def letters(texts):
     return "".join("-" if text is None else "ABCD"[different.index(text)] for text in texts)
 
 
-def restricted(pattern):
-    """A pattern of four scripts, of those that are compared."""
-    kept = [letter for letter, name in zip(pattern, QUICK, strict=True) if name in CONVERTED]
-    return letters([None if letter == "-" else letter for letter in kept])
-
-
 def test_patterns():
     assert letters(["x", "y", None, "x"]) == "AB-A" and letters([None, "y"]) == "-A"
 
@@ -98,18 +91,17 @@ def test_patterns():
 def test_all_scripts_are_compared():
     """Each script has its row in QUICK."""
     assert sorted(QUICK) == sorted(path.stem for path in ROOT.glob("ppo_*.py"))
-    assert set(CONVERTED) <= set(QUICK)
 
 
 def test_same_name_same_text():
     """Functions and classes of one name are textually identical, or listed with a reason."""
-    scripts = [definitions(name) for name in NAMES]
+    scripts = [definitions(name) for name in QUICK]
     drifted = {}
     for name in {name for script in scripts for name in script}:
         pattern = letters([script.get(name) for script in scripts])
         expected = pattern.replace("B", "A").replace("C", "A").replace("D", "A")
         if name in DIFFERENT:
-            expected = restricted(DIFFERENT[name][0])
+            expected = DIFFERENT[name][0]
         if pattern != expected:
             drifted[name] = pattern
     assert not drifted, f"make them equal, or list them with a reason: {drifted}"
@@ -117,10 +109,13 @@ def test_same_name_same_text():
 
 def test_listed_names_exist():
     """No reason outlives what it was for."""
-    names = {name for script in NAMES for name in definitions(script)}
-    assert {
-        name for name, (pattern, _) in DIFFERENT.items() if restricted(pattern).strip("-")
-    } <= names
+    assert DIFFERENT.keys() <= {name for script in QUICK for name in definitions(script)}
+
+
+def test_same_last_lines():
+    """What a command runs, after all definitions."""
+    ends = {source(name).partition('\nif __name__ == "__main__":\n')[2] for name in QUICK}
+    assert len(ends) == 1 and "main()" in ends.pop()
 
 
 def test_banner_sections(script):

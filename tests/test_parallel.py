@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import re
 
@@ -10,24 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import MODULES, environment, finish, having, once, quick_args, words_of
-
-ONE_AGENT = "train"  # what scripts define whose `update` is of one agent
+from conftest import MODULES, each_text, environment, finish, having, once, quick_args, words_of
 
 
-def first_updates(script, args, updates=1):
-    """({path: array}, metrics {tag: [U, K]}) of K agents after their first updates."""
-    train_chunk = script.make_train_chunk(dataclasses.replace(args, log_interval=updates))
-    state, metrics = train_chunk(script.init_agents(args), jnp.int32(updates))
-    return jax.tree.map(np.asarray, (script.flatten_state(state), metrics))
-
-
-def runs_of_their_own(script, args):
-    """The same for one update, from one agent at a time by `make_train_step`."""
+@functools.cache
+def runs_of_their_own(script):
+    """The same of four agents for one update, one agent at a time by `make_train_step`."""
+    args = quick_args(script, norm_adv=True)
     init = jax.jit(script.init_train_state, static_argnums=0)
     train_step = script.make_train_step(args)
     agents = []
-    for k in range(args.num_seeds):
+    for k in range(4):
         state, metrics = train_step(init(args, jax.random.key(args.seed + k)))
         metrics = {tag: value[None] for tag, value in metrics.items()}  # of the first update
         agents.append(jax.tree.map(np.asarray, (script.flatten_state(state), metrics)))
@@ -36,78 +30,70 @@ def runs_of_their_own(script, args):
     return states, {tag: np.stack([m[tag] for m in metrics], axis=1) for tag in metrics[0]}
 
 
-def close(ours, expected):
-    """Asserts equality to 1e-5."""
-    for x, y in zip(ours, expected, strict=True):
-        assert x.keys() == y.keys()
-        for name in y:
-            first = x[name][: len(y[name])] if y is expected[1] else x[name]
-            np.testing.assert_allclose(first, y[name], 1e-5, 1e-5, err_msg=name)
+def check_parts(args, state):
+    """Asserts that devices hold agents where their number allows it, environments if not."""
+    agents, devices = args.num_seeds, args.num_devices
+    for leaf in jax.tree.leaves((state.env_state, state.stats)):
+        expected = (agents, args.num_envs // devices)
+        if agents % devices == 0:
+            expected = (agents // devices, args.num_envs)
+        shapes = [shard.data.shape[:2] for shard in leaf.addressable_shards]
+        assert shapes == [expected] * devices
+    for leaf in jax.tree.leaves(state.params):
+        held = agents // devices if agents % devices == 0 else agents
+        assert [len(shard.data) for shard in leaf.addressable_shards] == [held] * devices
 
 
 # --------------------------------------------------------------------------------------------------
 # Agents and devices
 # --------------------------------------------------------------------------------------------------
 
-LAYOUTS = [  # agents, devices, how agents of one device are mapped
-    (2, 1, "gpu"),
-    (1, 4, "cpu"),  # the environments of one agent
-    (2, 4, "cpu"),  # of two
+LAYOUTS = {  # agents, devices, how agents of one device are mapped
+    "ppo_cartpole_jax": [
+        (2, 1, "cpu"),
+        (2, 1, "gpu"),
+        (1, 4, "cpu"),  # the environments of one agent
+        (2, 4, "cpu"),  # of two
+        (2, 4, "gpu"),
+        (2, 2, "cpu"),  # an agent each
+        (4, 2, "gpu"),  # two agents each
+    ],
+    # The same text divides agents in all scripts: how environments lie is what they differ in.
+    "ppo_swingup_jax": [(2, 4, "gpu")],
+    "ppo_minigrid_rnn": [(2, 1, "gpu"), (1, 4, "cpu"), (2, 4, "cpu")],
+}
+WITH_LAYOUTS = [
+    pytest.param(module, *layout, id=f"{module.__name__}-{layout}")
+    for module in MODULES
+    for layout in LAYOUTS.get(module.__name__, [])
 ]
-MORE_LAYOUTS = LAYOUTS + [  # for the first script: the same text divides agents in all of them
-    (2, 1, "cpu"),
-    (2, 2, "cpu"),  # an agent each
-    (4, 2, "gpu"),  # two agents each
-    (2, 4, "gpu"),
-]
-LEARNERS = [module for module in MODULES if hasattr(module, ONE_AGENT)]
 
 
-def with_layouts(first, others):
-    """[(script, *layout)]: `first` are the layouts of the first script, `others` of the others."""
-    pairs = []
-    for module in LEARNERS:
-        layouts = first if module is LEARNERS[0] else others
-        pairs += [
-            pytest.param(module, *layout, id=f"{module.__name__}-{layout}") for layout in layouts
-        ]
-    return pairs
-
-
-@pytest.mark.parametrize(
-    "script, agents, devices, platform", with_layouts(MORE_LAYOUTS, LAYOUTS), indirect=["script"]
-)
+@pytest.mark.parametrize("script, agents, devices, platform", WITH_LAYOUTS, indirect=["script"])
 def test_first_update_equals_single_runs(script, agents, devices, platform, monkeypatch):
     """All that each agent has learned, seen and drawn after one update, to 1e-5.
 
-    On a CPU agents take turns; `vmap` is the way of accelerators.
+    On a CPU agents take turns; `vmap` is the way of accelerators. Before and after, each device
+    holds its part, and a second update needs no second program.
     """
     over_agents = script.over_agents
     monkeypatch.setattr(script, "over_agents", lambda function, _: over_agents(function, platform))
-    args = quick_args(script, num_seeds=agents, num_devices=devices, norm_adv=True)
-    together, expected = first_updates(script, args), runs_of_their_own(script, args)
-    close(together, expected)
-    assert np.unique(together[1]["losses/grad_norm"][0]).size == agents  # none is there twice
-
-
-@pytest.mark.parametrize(
-    "script, agents, devices", with_layouts([(4, 4), (1, 4), (2, 4)], [(2, 4)]), indirect=["script"]
-)
-def test_devices_hold_their_parts(script, agents, devices):
-    """Agents are spread where their number allows it, environments if not; also after an update."""
-    args = quick_args(script, num_seeds=agents, num_devices=devices)
+    options = dict(num_seeds=agents, num_devices=devices, norm_adv=True, log_interval=1)
+    args = quick_args(script, **options)
     train_chunk, state = script.make_train_chunk(args), script.init_agents(args)
-    for _ in range(2):
-        for leaf in jax.tree.leaves((state.env_state, state.stats)):
-            expected = (agents, args.num_envs // devices)
-            if agents % devices == 0:
-                expected = (agents // devices, args.num_envs)
-            shapes = [shard.data.shape[:2] for shard in leaf.addressable_shards]
-            assert shapes == [expected] * devices
-        for leaf in jax.tree.leaves(state.params):
-            held = agents // devices if agents % devices == 0 else agents
-            assert [len(shard.data) for shard in leaf.addressable_shards] == [held] * devices
-        state, _ = train_chunk(state, jnp.int32(1))
+    check_parts(args, state)
+    state, metrics = train_chunk(state, jnp.int32(1))
+    check_parts(args, state)
+    ours = jax.tree.map(np.asarray, (script.flatten_state(state), metrics))
+    expected, expected_metrics = runs_of_their_own(script)
+    for name, x in expected.items():
+        np.testing.assert_allclose(ours[0][name], x[:agents], 1e-5, 1e-5, err_msg=name)
+    for tag, x in expected_metrics.items():
+        np.testing.assert_allclose(ours[1][tag], x[:, :agents], 1e-5, 1e-5, err_msg=tag)
+    assert ours[0].keys() == expected.keys() and ours[1].keys() == expected_metrics.keys()
+    assert np.unique(ours[1]["losses/grad_norm"][0]).size == agents  # none is there twice
+    state, _ = train_chunk(state, jnp.int32(1))
+    check_parts(args, state)
     assert train_chunk._cache_size() == 1
 
 
@@ -179,7 +165,7 @@ def test_four_devices_train_and_solve(script, tmp_path):
     assert (summary["num_devices"], summary["eval_return_mean"]) == (4, 500.0)
 
 
-@having("load_run", ONE_AGENT)
+@each_text("place", lacking="make_pool")
 def test_run_of_many_devices_resumes_on_one(script, tmp_path):
     """`--num-devices` may change."""
     args = quick_args(script, videos_dir=str(tmp_path / "videos"), num_devices=4, num_seeds=2)
@@ -190,7 +176,7 @@ def test_run_of_many_devices_resumes_on_one(script, tmp_path):
     assert (summary["num_devices"], summary["status"]) == (1, "finished")
 
 
-@having("load_run", ONE_AGENT)
+@each_text("place", lacking="make_pool")
 def test_run_of_many_devices_is_evaluated_where_there_is_one(script, tmp_path, monkeypatch):
     """Trained on four: `load_run` and `--eval` work on any machine."""
     args = quick_args(script, videos_dir=str(tmp_path / "videos"), num_devices=4)
@@ -216,11 +202,16 @@ def test_later_returns_have_the_distribution_of_single_runs(script, monkeypatch)
     A Kolmogorov-Smirnov test.
     """
     sizes = dict(num_envs=16, num_steps=64, total_timesteps=10 * 16 * 64)
-    args = quick_args(script, checkpoint_interval=10, num_seeds=20, **sizes)
+    args = quick_args(script, checkpoint_interval=10, log_interval=10, num_seeds=20, **sizes)
     others = dataclasses.replace(args, seed=100)  # in turn
-    expected = first_updates(script, others, 10)[1]["charts/episodic_return"][9]
+
+    def last_returns(args):
+        _, metrics = script.make_train_chunk(args)(script.init_agents(args), jnp.int32(10))
+        return np.asarray(metrics["charts/episodic_return"][9])
+
+    expected = last_returns(others)
     monkeypatch.setattr(script, "over_agents", lambda function, _: jax.vmap(function))
-    together = first_updates(script, args, 10)[1]["charts/episodic_return"][9]
+    together = last_returns(args)
     assert np.unique(together).size > 15
     assert scipy.stats.ks_2samp(together, expected).pvalue > 0.01
 

@@ -9,11 +9,10 @@ import time
 import numpy as np
 import pytest
 from conftest import (
-    MODULES,
     QUICK,
+    each_text,
     environment,
     finish,
-    having,
     newest_checkpoint,
     once,
     run_main,
@@ -35,13 +34,17 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
-# Of every script but those with emulators, whose games are lost; `main` treats both signals alike.
-STOPS = [(module, signal.SIGKILL, -9) for module in MODULES if not hasattr(module, "make_pool")]
-STOPS += [(MODULES[0], signal.SIGTERM, 143), (MODULES[0], signal.SIGINT, 130)]
+STOPS = [  # a script for each `main`, but those with emulators, whose games are lost
+    ("ppo_cartpole_jax", signal.SIGKILL, -9),
+    ("ppo_cartpole_jax", signal.SIGTERM, 143),
+    ("ppo_minigrid_rnn", signal.SIGINT, 130),
+]
 
 
 @pytest.mark.parametrize(
-    "script, number, code", STOPS, indirect=["script"], ids=lambda x: getattr(x, "__name__", None)
+    "script, number, code",
+    [pytest.param(sys.modules[name], *rest, id=f"{name}-{rest[0].name}") for name, *rest in STOPS],
+    indirect=["script"],
 )
 def test_stopped_and_resumed_run_ends_the_same(
     script, long_options, uninterrupted_run, number, code, tmp_path
@@ -86,12 +89,13 @@ def test_second_interrupt_ends_at_once(script, tmp_path):
     """All updates are one call of the device, for minutes; nobody waits for them twice."""
     sizes = dict(num_envs=64, num_steps=128, total_timesteps=10**9, eval_episodes=1)
     process = start(script, tmp_path, log_interval=10**5, checkpoint_interval=10**5, **sizes)
-    assert "compiled" in process.stdout.readline()  # printed just before training
-    time.sleep(3)
+    while not list(tmp_path.glob("runs/*/*tfevents*")):  # opened just before training
+        assert process.poll() is None
+        time.sleep(0.1)
     try:
         for _ in range(2):
-            process.send_signal(signal.SIGINT)
             time.sleep(1)
+            process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
         assert process.returncode == -signal.SIGINT
     finally:
@@ -103,7 +107,8 @@ def test_second_interrupt_ends_at_once(script, tmp_path):
 @once("StopSignals")
 def test_interrupt_while_compiling_ends_at_once(script, tmp_path):
     """Without a run folder, hence without a summary."""
-    env = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
+    env = environment(flags="")  # takes seconds
+    env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
     process = start(script, tmp_path, env=env, **QUICK[script.__name__])
     for line in process.stderr:
         if "Compiling jit(train_chunk)" in line:
@@ -128,7 +133,7 @@ def test_signals_in_turn(script):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@having("StopSignals", "train")
+@each_text("main", lacking="make_pool")
 def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
     """SIGTERM during a video, before a checkpoint is due: there is one to resume from."""
     record_video = script.record_video
