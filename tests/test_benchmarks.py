@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
-from conftest import QUICK, ROOT, environment, words_of
+from conftest import MODULES, QUICK, ROOT, environment, quick_args, words_of
 
 FOLDER = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -217,6 +219,36 @@ def test_atari_learning(tmp_path):
     (trained,) = result["runs"]
     assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "whole-games"
     assert result["random_return_mean"] >= 0 and trained["curve"]
+
+
+def test_atari_protocols(tmp_path):
+    """A checkpoint under both protocols; with games of at most 20 steps both are the same."""
+    pytest.importorskip("envpool")
+    script = next(module for module in MODULES if hasattr(module, "make_pool"))
+    args = quick_args(script)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    script.write_json(tmp_path / "run" / "args.json", vars(args))
+    state = jax.eval_shape(lambda: script.flatten_state(script.init_states(args)))
+    zeros = {name: np.zeros(x.shape, x.dtype) for name, x in state.items()}
+    np.savez(tmp_path / "run" / "checkpoints" / "000000000.npz", **zeros)
+    words = [tmp_path / "run", "--episodes", "3", "--modes", "sampled", "--out"]
+    run("atari_protocols", *words, tmp_path / "out.json")
+    (result,) = json.loads((tmp_path / "out.json").read_text()).values()
+    assert result["env_id"] == args.env_id and result["timesteps"] == 0
+    rows = result["rows"]
+    assert list(rows) == ["sampled training", "sampled whole-games", "sampled difference"]
+    for row in list(rows.values())[:2]:
+        assert row["truncated_games"] == 3 and row["lengths"] == [20] * 3
+    assert rows["sampled difference"]["return"] == 0
+
+
+def test_atari_resets(tmp_path):
+    """With long no-ops some games end within them; lives and frames tell the same of each."""
+    pytest.importorskip("envpool")
+    words = ["Atlantis-v5", "--envs", "2", "--steps", "150", "--noop-max", "1500", "--out"]
+    run("atari_resets", *words, tmp_path / "out.json")
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
+    assert row["merged_by_lives"] == row["merged_by_frames"] > 0
 
 
 # --------------------------------------------------------------------------------------------------
