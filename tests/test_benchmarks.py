@@ -9,7 +9,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import MODULES, QUICK, ROOT, environment, quick_args, words_of
+from conftest import MODULES, QUICK, ROOT, environment, quick_args, scalars, words_of
+from tensorboard.compat.proto import event_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 FOLDER = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -217,8 +219,10 @@ def test_atari_learning(tmp_path):
     run("atari_learning", *words, "--", *words_of(**quick))
     result = json.loads((tmp_path / "out.json").read_text())["Breakout-v5"]
     (trained,) = result["runs"]
-    assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "whole-games"
+    assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "training"
     assert result["random_return_mean"] >= 0 and trained["curve"]
+    score = (trained["eval_return_mean"] - 1.7) / (30.5 - 1.7)  # published: random play, human
+    assert trained["human_normalized_score"] == pytest.approx(score)
 
 
 def test_atari_protocols(tmp_path):
@@ -240,6 +244,46 @@ def test_atari_protocols(tmp_path):
     for row in list(rows.values())[:2]:
         assert row["truncated_games"] == 3 and row["lengths"] == [20] * 3
     assert rows["sampled difference"]["return"] == 0
+
+
+def write_events(path, first_step, start, values, tag="charts/episodic_return"):
+    """An event file of one process: it begins after a step, and logs {step: (seconds, value)}."""
+    events = [event_pb2.Event(wall_time=start, file_version="brain.Event:2")]
+    session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    events.append(event_pb2.Event(wall_time=start, step=first_step + 1, session_log=session))
+    for step, (seconds, value) in values.items():
+        summary = {"value": [{"tag": tag, "simple_value": value}]}
+        events.append(event_pb2.Event(wall_time=start + seconds, step=step, summary=summary))
+    writer = RecordWriter(open(path, "wb"))
+    for event in events:
+        writer.write(event.SerializeToString())
+    writer.close()
+
+
+def test_atari_curves(tmp_path):
+    """A run whose first process was killed half an hour after its last checkpoint, after step 20.
+
+    TensorBoard's reader leaves out the same points.
+    """
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    args = {"env_id": "Pong-v5", "seed": 3, "num_seeds": 1, "total_timesteps": 40}
+    (folder / "args.json").write_text(json.dumps(args))
+    summary = {"status": "finished", "eval_return_mean": -3.05, "eval_mode": "sampled"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    first = {10: (1800, -21.0), 20: (3600, -20.0), 30: (5400, -19.0)}
+    write_events(folder / "events.out.tfevents.1000.a", 0, 1e9, first)
+    write_events(folder / "events.out.tfevents.2000.a", 20, 2e9, {30: (1800, 7.0), 40: (3600, 8.0)})
+    run("atari_curves", folder, "--out", tmp_path / "out")
+    (result,) = json.loads((tmp_path / "out.json").read_text())["runs"].values()
+    curve = result["curves"]["3"]
+    assert curve == [[10, 0.5, -21.0], [20, 1.0, -20.0], [30, 2.0, 7.0], [40, 2.5, 8.0]]
+    expected = scalars(folder)["charts/episodic_return"]
+    assert [(step, value) for step, _, value in curve] == expected
+    assert result["resumed"] == 1 and result["hours"] == 2.5 and result["timesteps"] == 40
+    assert result["human_normalized_score"] == pytest.approx(0.5)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_atari_resets(tmp_path):
