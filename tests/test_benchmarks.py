@@ -295,6 +295,71 @@ def test_atari_resets(tmp_path):
     assert row["merged_by_lives"] == row["merged_by_frames"] > 0
 
 
+CLEANRL_LIKE = """
+import sys
+import envpool
+import gym
+assert "--num-envs 2" in " ".join(sys.argv) and "Breakout-v5" in sys.argv
+envs = envpool.make("Breakout-v5", env_type="gym", num_envs=2, episodic_life=True, seed=1)
+envs.num_envs, envs.single_action_space = 2, envs.action_space
+assert isinstance(envs.single_action_space, gym.spaces.Discrete)
+"""
+LIKE_ENVPOOL = """
+import numpy as np
+envs = gym.Wrapper(envs)
+assert envs.reset().shape == (2, 4, 84, 84)
+for _ in range(9):
+    obs, reward, done, info = envs.step(np.ones(2, int))
+    assert obs.shape == (2, 4, 84, 84) and done.dtype == info["TimeLimit.truncated"].dtype == bool
+    print("SPS: 7")
+"""
+LIKE_SCAN = """
+import flax
+import jax
+import jax.numpy as jnp
+from flax.training.train_state import TrainState
+import optax
+
+@flax.struct.dataclass
+class Params:
+    x: jnp.ndarray
+
+state = TrainState.create(apply_fn=None, params=Params(jnp.ones(3)), tx=optax.sgd(1.0))
+assert state.apply_gradients(grads=jax.tree_map(jnp.ones_like, state.params)).params.x.sum() == 0
+handle, _, _, step = envs.xla()
+def once(handle, _):
+    handle, (obs, reward, done, info) = step(handle, jnp.ones(2, jnp.int32))
+    return handle, reward * (1 - info["TimeLimit.truncated"]) * (1 - done)
+assert envs.reset().shape == (2, 4, 84, 84)
+_, rewards = jax.lax.scan(once, handle, length=5)
+assert rewards.shape == (5, 2)
+for _ in range(9):
+    print("SPS: 7", flush=True)
+import time; time.sleep(60)  # until it is ended
+"""
+
+
+def test_atari_styles(tmp_path):
+    """Programs that use their libraries as CleanRL's do, where neither that nor PyTorch is."""
+    pytest.importorskip("envpool")
+    (tmp_path / "cleanrl").mkdir()
+    scripts = {
+        "ppo_atari_envpool.py": CLEANRL_LIKE + LIKE_ENVPOOL,
+        "ppo_atari_envpool_xla_jax_scan.py": CLEANRL_LIKE + LIKE_SCAN,
+    }
+    for name, text in scripts.items():
+        (tmp_path / "cleanrl" / name).write_text(text)
+    small = "--num-envs 2 --num-steps 4 --updates 1 --warmup 1 --rounds 1 --only".split()
+    words = ["--cleanrl", tmp_path, "--python", sys.executable, *small, *scripts]
+    table = run("atari_styles", *words, "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert list(rows) == list(scripts)
+    for name, row in rows.items():
+        assert row["sps"] > 0 and row["peak_memory_mb"] > 50 and f"| `{name}` |" in table
+    theirs = rows["ppo_atari_envpool.py"]
+    assert theirs["code_lines"] == 14 and theirs["packages"] == ["envpool", "gym", "numpy"]
+
+
 # --------------------------------------------------------------------------------------------------
 # gpu.py
 # --------------------------------------------------------------------------------------------------
