@@ -6,9 +6,10 @@
 With `episodic_life` EnvPool plays up to 30 no-ops, or 29 and a FIRE, after every lost life. If the
 game ends in them, it starts the next one and tells nobody: no step is `terminated`, and the step
 counter of the time limit goes on. The script notices it, because a step that resets then has more
-lives than the one before; here all four frames of the observation, which are equal only where a
-game begins, must say the same. The result is benchmarks/results/atari_resets.json: of every game
-the numbers of games, of lost lives after which a game went on, and of merged games by either sign.
+lives than the one before. Here the frames are counted too: the first observation of a game is one
+frame four times (but so is any of a picture that stands still, as at times in Mr. Do!). The result
+is benchmarks/results/atari_resets.json: of every game the numbers of games, of lost lives after
+which a game went on, and of merged games by either sign.
 """
 
 import argparse
