@@ -655,7 +655,8 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
     Step 5 is nobody's decision. It stays in the arrays, whose shape is fixed, and counts as a step
     of training, but neither in the loss nor in any statistics.
 
-    Scores are those of games: of all lives together, and not clipped.
+    Scores are those of games: of all lives together, and not clipped. What a game gives during the
+    no-ops and FIRE after a lost life EnvPool does not tell.
     """
     handle, _, _, pool_step = envs.xla()  # without those that only receive or only send
     num_agents, num_envs = state.env_state.done.shape
@@ -697,7 +698,10 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
             running_return=stats.running_return + jnp.where(valid, score, 0.0),
             running_length=stats.running_length + valid,
         )
-        stats = restart_ended(valid & (game_over | truncated), stats)
+        # If a game ends within the no-ops after a lost life, EnvPool silently begins the next one.
+        # Then a step that resets finds more lives than the running game had.
+        unnoticed = (lives > env_state.lives) & (stats.running_length > 0)
+        stats = restart_ended(jnp.where(valid, game_over | truncated, unnoticed), stats)
         transition = Transition(
             obs=env_state.obs,
             action=action,
@@ -1393,11 +1397,12 @@ def evaluate(args, act, params, keys):
 
     A game goes on until it is over or truncated, through all its lives. Under the protocol
     "training" a lost life is the end of an episode to EnvPool, which makes the step after it one
-    that only resets; it counts neither in the score nor in the length.
+    that only resets; it counts neither in the score nor in the length. As in `rollout`, it ends the
+    game if there are more lives after it.
     """
     shape = (args.num_seeds, args.eval_episodes)
     envs = make_eval_pool(args, env_seeds(args, args.eval_episodes, EVALUATION).reshape(-1))
-    obs, _ = envs.reset()
+    obs, info = envs.reset()
     episode_return = np.zeros(shape)
     episode_length = np.zeros(shape, int)
     running = np.ones(shape, bool)  # this game is not over
@@ -1407,13 +1412,15 @@ def evaluate(args, act, params, keys):
         action = np.asarray(act(params, obs.reshape(*shape, *OBS_SHAPE), keys, step))
         if running[0, 0]:
             actions.append(action[0, 0])
+        lives = info["lives"]
         obs, _, terminated, truncated, info = envs.step(action.reshape(-1))
 
         counts = running & valid
         episode_return += np.where(counts, info["reward"].reshape(shape), 0.0)
         episode_length += counts
         game_over = (info["terminated"] > 0) | truncated
-        running &= ~(valid & game_over.reshape(shape))
+        unnoticed = info["lives"] > lives
+        running &= ~np.where(valid, game_over.reshape(shape), unnoticed.reshape(shape))
         valid = ~(terminated | truncated).reshape(shape)
         if not running.any():
             return Evaluation(

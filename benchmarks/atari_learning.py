@@ -3,10 +3,10 @@
     python benchmarks/atari_learning.py  # Breakout, 500,000 steps: fits two CPU cores
     python benchmarks/atari_learning.py Pong-v5 --seeds 3 -- --total-timesteps 10000000
 
-Flags after `--` go to the script. Random play and the trained agents play whole games of the same
-emulators, without help, reward clipping or episodic life (`--eval-protocol whole-games`). The
-result is benchmarks/results/atari_learning.json, one entry per game, with steps, seconds and the
-learning curve.
+Flags after `--` go to the script. Random play and the trained agents play the same emulators under
+the same protocol, by default CleanRL's (`--eval-protocol training`). The result is
+benchmarks/results/atari_learning.json, one entry per game, with steps, seconds, human-normalised
+scores (`atari_curves.py`) and the learning curve.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import tempfile
 import time
 
 import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from atari_curves import human_normalized, read_curve
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "atari_learning.json"
 
 
 def random_returns(words):
-    """Returns of whole games of uniformly random actions, in the emulators of the evaluation."""
+    """Returns of games of uniformly random actions, in the emulators of the evaluation."""
     args = script.parse_args(words)
     rng, num_actions = np.random.default_rng(0), script.count_actions(args)
 
@@ -51,9 +51,8 @@ def train(game, seed, words, folder):
     seconds = time.perf_counter() - start
     run = max(pathlib.Path(folder).glob(f"runs/{game}__*__{seed}__*"))  # the latest
     summary = json.loads((run / "summary.json").read_text())
-    events = EventAccumulator(str(run)).Reload().Scalars("charts/episodic_return")
-    first = events[0].wall_time
-    curve = [[event.step, round(event.wall_time - first, 1), event.value] for event in events]
+    curve, _ = read_curve(run)
+    curve = [[step, round(3600 * hours, 1), value] for step, hours, value in curve]
     return summary, seconds, curve[:: max(1, len(curve) // 100)]
 
 
@@ -69,7 +68,7 @@ def main():
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     # Sampled, because a young greedy policy may wait for ever for a ball that it never serves.
-    words = ["--total-timesteps=500000", "--eval-mode=sampled", "--eval-protocol=whole-games"]
+    words = ["--total-timesteps=500000", "--eval-mode=sampled"]
     words += [f"--eval-episodes={choice.episodes}", *flags]
     pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
     results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
@@ -80,6 +79,7 @@ def main():
         for seed in range(1, choice.seeds + 1):
             summary, seconds, curve = train(game, seed, words, choice.folder)
             run = {key: summary[key] for key in keys}
+            run["human_normalized_score"] = human_normalized(game, summary["eval_return_mean"])
             runs.append(run | {"process_seconds": seconds, "curve": curve})
             scores = random_play.mean(), summary["eval_return_mean"]
             print(f"{game} seed {seed}: random {scores[0]:.2f}, trained {scores[1]:.2f}")
@@ -91,7 +91,8 @@ def main():
             "versions": {"python": platform.python_version(), "jax": summary["jax_version"]},
             "random_return_mean": random_play.mean(),
             "random_return_std": random_play.std(),
-            "curve": "steps, seconds since the first entry, mean of the last finished games",
+            "random_human_normalized_score": human_normalized(game, random_play.mean()),
+            "curve": "steps, seconds of training, mean of the last finished games",
             "runs": runs,
         }
         choice.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -141,6 +141,68 @@ def test_rollout_equals_replay(limit):
     assert (length <= limit).all() and np.isfinite(last_score).all()
 
 
+def invaders(**options):
+    """(args, pool): two games with no-ops so long that some end within those after a lost life."""
+    args = quick_args(
+        script, env_id="SpaceInvaders-v5", num_envs=2, num_steps=200, max_episode_steps=27_000
+    )
+    seeds = script.env_seeds(args, 2)[0]
+    return args, script.make_pool(args, seeds, noop_max=1500, episodic_life=True, **options)
+
+
+def is_new_game(obs):
+    """Which observations are a game's first: one frame four times, as there is no older one."""
+    return (obs == obs[:, :1]).all((1, 2, 3))
+
+
+def test_statistics_of_games_that_end_unnoticed():
+    """EnvPool begins the next game in silence: a plain replay notices it by the frames."""
+    args, envs = invaders(reward_clip=True)
+    roll = jax.jit(functools.partial(script.rollout, args, envs, platform="cpu"))
+    state, trajectory = jax.block_until_ready(roll(new_state(args, envs)))
+    _, plain = invaders(reward_clip=True)
+    plain.reset()
+    running, last = np.zeros((2, 2)), np.full((2, 2), np.nan)  # of each game: score, length
+    valid, unnoticed = np.ones(2, bool), 0
+    for action in np.asarray(trajectory.action[0]):
+        obs, _, terminated, _, info = plain.step(action)
+        running += valid * [info["reward"], np.ones(2)]
+        new = ~valid & is_new_game(obs) & (running[1] > 0)
+        over = new | (info["terminated"] > 0)
+        last, running = np.where(over, running, last), np.where(over, 0, running)
+        valid, unnoticed = ~terminated, unnoticed + new.sum()
+    assert unnoticed > 0
+    ours = first_agent(state.stats)
+    np.testing.assert_array_equal([ours.running_return, ours.running_length], running)
+    np.testing.assert_array_equal([ours.last_return, ours.last_length], last)
+
+
+def test_evaluation_of_games_that_end_unnoticed(monkeypatch):
+    """The score and the length are those of the first game alone."""
+    args, envs = invaders(reward_clip=False)
+    monkeypatch.setattr(script, "make_eval_pool", lambda args, seeds: envs)
+    rng, played = np.random.default_rng(0), []
+
+    def act(params, obs, keys, step):
+        played.append(rng.integers(6, size=2))
+        return played[-1][None]
+
+    evaluation = script.evaluate(args, act, None, None)
+    _, plain = invaders(reward_clip=False)
+    plain.reset()
+    score, length, running, valid = np.zeros(2), np.zeros(2), np.ones(2, bool), np.ones(2, bool)
+    unnoticed = 0
+    for action in played:
+        obs, _, terminated, _, info = plain.step(action)
+        score, length = score + running * info["reward"], length + (running & valid)
+        new = running & ~valid & is_new_game(obs)
+        running = running & ~new & (info["terminated"] == 0)
+        valid, unnoticed = ~terminated, unnoticed + new.sum()
+    assert unnoticed > 0 and not running.any()
+    np.testing.assert_array_equal(evaluation.episode_return[0], score)
+    np.testing.assert_array_equal(evaluation.episode_length[0], length)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_agents_share_a_pool_but_not_their_games(platform):
     """Two agents in one pool: after one update the second one equals a run of its own.

@@ -6,8 +6,12 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
-from conftest import QUICK, ROOT, environment, words_of
+from conftest import MODULES, QUICK, ROOT, environment, quick_args, scalars, words_of
+from tensorboard.compat.proto import event_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 FOLDER = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -215,8 +219,145 @@ def test_atari_learning(tmp_path):
     run("atari_learning", *words, "--", *words_of(**quick))
     result = json.loads((tmp_path / "out.json").read_text())["Breakout-v5"]
     (trained,) = result["runs"]
-    assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "whole-games"
+    assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "training"
     assert result["random_return_mean"] >= 0 and trained["curve"]
+    score = (trained["eval_return_mean"] - 1.7) / (30.5 - 1.7)  # published: random play, human
+    assert trained["human_normalized_score"] == pytest.approx(score)
+
+
+def test_atari_protocols(tmp_path):
+    """A checkpoint under both protocols; with games of at most 20 steps both are the same."""
+    pytest.importorskip("envpool")
+    script = next(module for module in MODULES if hasattr(module, "make_pool"))
+    args = quick_args(script)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    script.write_json(tmp_path / "run" / "args.json", vars(args))
+    state = jax.eval_shape(lambda: script.flatten_state(script.init_states(args)))
+    zeros = {name: np.zeros(x.shape, x.dtype) for name, x in state.items()}
+    np.savez(tmp_path / "run" / "checkpoints" / "000000000.npz", **zeros)
+    words = [tmp_path / "run", "--episodes", "3", "--modes", "sampled", "--out"]
+    run("atari_protocols", *words, tmp_path / "out.json")
+    (result,) = json.loads((tmp_path / "out.json").read_text()).values()
+    assert result["env_id"] == args.env_id and result["timesteps"] == 0
+    rows = result["rows"]
+    assert list(rows) == ["sampled training", "sampled whole-games", "sampled difference"]
+    for row in list(rows.values())[:2]:
+        assert row["truncated_games"] == 3 and row["lengths"] == [20] * 3
+    assert rows["sampled difference"]["return"] == 0
+
+
+def write_events(path, first_step, start, values, tag="charts/episodic_return"):
+    """An event file of one process: it begins after a step, and logs {step: (seconds, value)}."""
+    events = [event_pb2.Event(wall_time=start, file_version="brain.Event:2")]
+    session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    events.append(event_pb2.Event(wall_time=start, step=first_step + 1, session_log=session))
+    for step, (seconds, value) in values.items():
+        summary = {"value": [{"tag": tag, "simple_value": value}]}
+        events.append(event_pb2.Event(wall_time=start + seconds, step=step, summary=summary))
+    writer = RecordWriter(open(path, "wb"))
+    for event in events:
+        writer.write(event.SerializeToString())
+    writer.close()
+
+
+def test_atari_curves(tmp_path):
+    """A run whose first process was killed half an hour after its last checkpoint, after step 20.
+
+    TensorBoard's reader leaves out the same points.
+    """
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    args = {"env_id": "Pong-v5", "seed": 3, "num_seeds": 1, "total_timesteps": 40}
+    (folder / "args.json").write_text(json.dumps(args))
+    summary = {"status": "finished", "eval_return_mean": -3.05, "eval_mode": "sampled"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    first = {10: (1800, -21.0), 20: (3600, -20.0), 30: (5400, -19.0)}
+    write_events(folder / "events.out.tfevents.1000.a", 0, 1e9, first)
+    write_events(folder / "events.out.tfevents.2000.a", 20, 2e9, {30: (1800, 7.0), 40: (3600, 8.0)})
+    run("atari_curves", folder, "--out", tmp_path / "out")
+    (result,) = json.loads((tmp_path / "out.json").read_text())["runs"].values()
+    curve = result["curves"]["3"]
+    assert curve == [[10, 0.5, -21.0], [20, 1.0, -20.0], [30, 2.0, 7.0], [40, 2.5, 8.0]]
+    expected = scalars(folder)["charts/episodic_return"]
+    assert [(step, value) for step, _, value in curve] == expected
+    assert result["resumed"] == 1 and result["hours"] == 2.5 and result["timesteps"] == 40
+    assert result["human_normalized_score"] == pytest.approx(0.5)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_atari_resets(tmp_path):
+    """With long no-ops some games end within them; lives and frames tell the same of each."""
+    pytest.importorskip("envpool")
+    words = ["Atlantis-v5", "--envs", "2", "--steps", "150", "--noop-max", "1500", "--out"]
+    run("atari_resets", *words, tmp_path / "out.json")
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
+    assert row["merged_by_lives"] == row["merged_by_frames"] > 0
+
+
+CLEANRL_LIKE = """
+import sys
+import envpool
+import gym
+assert "--num-envs 2" in " ".join(sys.argv) and "Breakout-v5" in sys.argv
+envs = envpool.make("Breakout-v5", env_type="gym", num_envs=2, episodic_life=True, seed=1)
+envs.num_envs, envs.single_action_space = 2, envs.action_space
+assert isinstance(envs.single_action_space, gym.spaces.Discrete)
+"""
+LIKE_ENVPOOL = """
+import numpy as np
+envs = gym.Wrapper(envs)
+assert envs.reset().shape == (2, 4, 84, 84)
+for _ in range(9):
+    obs, reward, done, info = envs.step(np.ones(2, int))
+    assert obs.shape == (2, 4, 84, 84) and done.dtype == info["TimeLimit.truncated"].dtype == bool
+    print("SPS: 7")
+"""
+LIKE_SCAN = """
+import flax
+import jax
+import jax.numpy as jnp
+from flax.training.train_state import TrainState
+import optax
+
+@flax.struct.dataclass
+class Params:
+    x: jnp.ndarray
+
+state = TrainState.create(apply_fn=None, params=Params(jnp.ones(3)), tx=optax.sgd(1.0))
+assert state.apply_gradients(grads=jax.tree_map(jnp.ones_like, state.params)).params.x.sum() == 0
+handle, _, _, step = envs.xla()
+def once(handle, _):
+    handle, (obs, reward, done, info) = step(handle, jnp.ones(2, jnp.int32))
+    return handle, reward * (1 - info["TimeLimit.truncated"]) * (1 - done)
+assert envs.reset().shape == (2, 4, 84, 84)
+_, rewards = jax.lax.scan(once, handle, length=5)
+assert rewards.shape == (5, 2)
+for _ in range(9):
+    print("SPS: 7", flush=True)
+import time; time.sleep(60)  # until it is ended
+"""
+
+
+def test_atari_styles(tmp_path):
+    """Programs that use their libraries as CleanRL's do, where neither that nor PyTorch is."""
+    pytest.importorskip("envpool")
+    (tmp_path / "cleanrl").mkdir()
+    scripts = {
+        "ppo_atari_envpool.py": CLEANRL_LIKE + LIKE_ENVPOOL,
+        "ppo_atari_envpool_xla_jax_scan.py": CLEANRL_LIKE + LIKE_SCAN,
+    }
+    for name, text in scripts.items():
+        (tmp_path / "cleanrl" / name).write_text(text)
+    small = "--num-envs 2 --num-steps 4 --updates 1 --warmup 1 --rounds 1 --only".split()
+    words = ["--cleanrl", tmp_path, "--python", sys.executable, *small, *scripts]
+    table = run("atari_styles", *words, "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert list(rows) == list(scripts)
+    for name, row in rows.items():
+        assert row["sps"] > 0 and row["peak_memory_mb"] > 50 and f"| `{name}` |" in table
+    theirs = rows["ppo_atari_envpool.py"]
+    assert theirs["code_lines"] == 14 and theirs["packages"] == ["envpool", "gym", "numpy"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""Curves and human-normalised scores of Atari runs, read from their folders.
+
+    python benchmarks/atari_curves.py runs/Pong-v5__* runs/Breakout-v5__*
+    python benchmarks/atari_curves.py runs/<run_name> --out curves --commit 96b6b48
+
+Draws <out>.png: for every game the returns of training games (means over the last finished game of
+each environment, smoothed) over steps and over hours, beside the published scores of random play, a
+human tester and CleanRL (atari_scores.json). Writes <out>.json: of every run its last evaluation,
+the human-normalised score, hours, how many processes trained it, and the curve.
+
+A run that was resumed is one curve: what a process had logged after the checkpoint with which the
+next one began is left out. Hours are those in which processes trained, including what was lost that
+way and including evaluations during training; the time between two processes does not count.
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+
+import numpy as np
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "atari_curves"
+SCORES = json.loads((ROOT / "benchmarks" / "atari_scores.json").read_text())["games"]
+LINES = {  # what they are, and how they are drawn
+    "random": ("random play, published", "dotted"),
+    "human": ("human tester, published", "dashed"),
+    "cleanrl": ("CleanRL, 10 million steps, its claim", "dashdot"),
+}
+
+
+def human_normalized(env_id, score):
+    """0 for random play, 1 for the human tester; None for games without published scores."""
+    published = SCORES.get(env_id.removesuffix("-v5"))
+    if published is None:
+        return None
+    return (score - published["random"]) / (published["human"] - published["random"])
+
+
+def read_curve(folder, tag="charts/episodic_return"):
+    """The curve of one agent and how many processes trained it.
+
+    `folder` holds its event files, one of every process. Returns ([(steps, hours, value)], number).
+    """
+    curve, seconds_before, processes = [], 0.0, 0
+    for path in sorted(folder.glob("events.out.tfevents.*")):  # named after the time they began
+        start = None
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("session_log"):  # training begins, or goes on, after this step
+                start = event.wall_time
+                processes += 1
+                curve = [point for point in curve if point[0] <= event.step]
+            if start is None:
+                continue
+            seconds = seconds_before + event.wall_time - start
+            for value in event.summary.value:
+                if value.tag == tag:
+                    curve.append((event.step, seconds / 3600, value.simple_value))
+        if start is not None:
+            seconds_before = seconds
+    return curve, processes
+
+
+def read_run(run_dir):
+    """What <out>.json says of a run; curves of all its agents."""
+    args = json.loads((run_dir / "args.json").read_text())
+    summary = {}
+    if (run_dir / "summary.json").is_file():
+        summary = json.loads((run_dir / "summary.json").read_text())
+    names = "eval_return_mean eval_return_std eval_episodes eval_mode eval_protocol per_seed"
+    evaluation = {name: summary[name] for name in names.split() if name in summary}
+    if "eval_return_mean" in evaluation:
+        score = human_normalized(args["env_id"], evaluation["eval_return_mean"])
+        evaluation["human_normalized_score"] = score
+    curves = {}
+    for seed in range(args["seed"], args["seed"] + args["num_seeds"]):
+        folder = run_dir / f"seed_{seed}" if args["num_seeds"] > 1 else run_dir
+        curves[seed], processes = read_curve(folder)
+        if not curves[seed]:
+            raise SystemExit(f"error: no game has ended yet in {folder}")
+    steps, hours, _ = curves[args["seed"]][-1]
+    return {
+        "env_id": args["env_id"],
+        "total_timesteps": args["total_timesteps"],
+        "timesteps": steps,
+        "hours": hours,
+        "resumed": processes - 1,
+        "status": summary.get("status", "not finished"),
+        **evaluation,
+        "curve": "steps, hours, mean return of the last finished games",
+        "curves": curves,
+    }
+
+
+def smooth(values, width):
+    """Means over the last `width` values."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def draw(runs, path):
+    """A row for each game: return over steps, return over hours."""
+    import matplotlib  # here, because atari_learning.py, which imports this file, draws nothing
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    games = list(dict.fromkeys(run["env_id"] for run in runs))
+    size = (10, 0.6 + 3 * len(games))
+    figure, rows = plt.subplots(
+        len(games), 2, figsize=size, layout="constrained", squeeze=False, sharey="row"
+    )
+    for game, (left, right) in zip(games, rows):
+        for run in runs:
+            if run["env_id"] != game:
+                continue
+            for seed, curve in run["curves"].items():
+                steps, hours, values = np.array(curve).T
+                values = smooth(values, max(1, len(values) // 100))
+                left.plot(steps / 1e6, values, label=f"seed {seed}")
+                right.plot(hours, values)
+        low, high = left.get_ylim()
+        for name, value in SCORES.get(game.removesuffix("-v5"), {}).items():
+            label, linestyle = LINES[name]
+            line = dict(color="gray", linestyle=linestyle, linewidth=1)
+            left.plot([], [], label=f"{label}: {value:,.1f}", **line)
+            if value < high + 3 * (high - low):  # else it would press the curve flat
+                left.axhline(value, **line)
+                right.axhline(value, **line)
+        left.set(xlabel="million steps", ylabel="return", title=game)
+        right.set(xlabel="hours", title=game)
+        left.legend(fontsize="x-small")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs")
+    parser.add_argument("--commit", help="the commit that played, for the record")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="path without suffix")
+    choice = parser.parse_args()
+    runs = {run_dir.resolve().name: read_run(run_dir) for run_dir in choice.runs}
+    draw(list(runs.values()), choice.out.with_suffix(".png"))
+    for name, run in runs.items():
+        text = f"{name}: {run['timesteps']:,} steps, {run['hours']:.1f} hours"
+        text += f", resumed {run['resumed']} times, {run['status']}"
+        if "eval_return_mean" in run:
+            text += f", {run['eval_mode']} return {run['eval_return_mean']:.2f}"
+        if run.get("human_normalized_score") is not None:
+            text += f", human-normalised {run['human_normalized_score']:.2f}"
+        print(text)
+        for seed, curve in run["curves"].items():
+            kept = curve[:: max(1, len(curve) // 100)]
+            rows = [[step, round(hours, 4), round(value, 2)] for step, hours, value in kept]
+            run["curves"][seed] = json.dumps(rows)
+    result = {"commit": choice.commit, "date": datetime.date.today().isoformat(), "runs": runs}
+    text = json.dumps(result, indent=2).replace('"[[', "[[").replace(']]"', "]]")  # a line each
+    choice.out.with_suffix(".json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
