@@ -143,6 +143,13 @@ def test_versions(name, tmp_path):
     assert row["sps"] > 0 and row["sps_before"] > 0 and len(row["rounds"]) == 1
 
 
+def test_changes(tmp_path):
+    """README's changes beside the script; each ratio is of the same rounds."""
+    rows = measured("changes", tmp_path, "--rounds", "1", *SMALL)
+    assert len(rows) == 5 and rows["the script as it is"]["ratio"] == 1
+    assert all(row["sps"] > 0 for row in rows.values())
+
+
 @pytest.mark.quick
 def test_code_lines():
     """A line for each script and version."""
