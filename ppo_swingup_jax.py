@@ -1040,8 +1040,8 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, 
 
     def one_epoch(params, opt_state, key):
         order = random_permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
-        # Gathered at once: epochs take 4 to 9% less on a CPU than with a gather per minibatch. (With
-        # the smaller batches and networks of CartPole it is the other way round.)
+        # Gathered at once: epochs take 4 to 9% less on a CPU than with a gather per minibatch.
+        # (With the smaller batches and networks of CartPole it is the other way round.)
         minibatches = jax.tree.map(lambda x: x[order], batch)  # [num_minibatches, M, ...]
         return jax.lax.scan(minibatch_step, (params, opt_state), minibatches)
 
