@@ -158,11 +158,14 @@ def is_new_game(obs):
 def test_statistics_of_games_that_end_unnoticed():
     """EnvPool begins the next game in silence: a plain replay notices it by the frames."""
     args, envs = invaders(reward_clip=True)
+    blank = jax.eval_shape(functools.partial(script.init_states, args))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank._replace(key=None))
+    state = script.place(args, zeros._replace(key=script.seed_keys(args)))  # plays at random
     roll = jax.jit(functools.partial(script.rollout, args, envs, platform="cpu"))
-    state, trajectory = jax.block_until_ready(roll(new_state(args, envs)))
+    state, trajectory = jax.block_until_ready(roll(script.start_games(args, envs, state)))
     _, plain = invaders(reward_clip=True)
     plain.reset()
-    running, last = np.zeros((2, 2)), np.full((2, 2), np.nan)  # of each game: score, length
+    running, last = np.zeros((2, 2)), np.zeros((2, 2))  # of each game: score, length
     valid, unnoticed = np.ones(2, bool), 0
     for action in np.asarray(trajectory.action[0]):
         obs, _, terminated, _, info = plain.step(action)
