@@ -67,6 +67,8 @@ QUICK = {
         total_timesteps=640,
         log_interval=2,
         checkpoint_interval=5,
+        num_minibatches=2,
+        update_epochs=2,
         eval_episodes=2,
         max_episode_steps=20,
     ),
@@ -168,12 +170,16 @@ def command(script, **options):
     return [sys.executable, f"{script.__name__}.py", *words_of(**options)]
 
 
-def environment(devices=1, flags=QUICK_COMPILATION):
-    """Environment variables of a process that sees this many devices; flags="": as users run it."""
+def environment(devices=4, flags=QUICK_COMPILATION):
+    """Environment variables of a process that sees this many devices.
+
+    Those of this process by default, whose compiled programs it then loads. With flags="" and one
+    device it is as users run it.
+    """
     return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}{flags}"}
 
 
-def start(script, folder, devices=1, *flags, code=None, env=None, **options):
+def start(script, folder, devices=4, *flags, code=None, env=None, **options):
     """Copies the script alone into a folder and starts it there, as `environment` has it.
 
     `flags` are flags without a value. `code` is run instead of the script, with the same arguments.
@@ -190,7 +196,7 @@ def start(script, folder, devices=1, *flags, code=None, env=None, **options):
     return subprocess.Popen(words, cwd=folder, env=env, text=True, **pipes)
 
 
-def finish(script, folder, devices=1, *flags, **options):
+def finish(script, folder, devices=4, *flags, **options):
     """Runs the script to its successful end; returns its run folder."""
     process = start(script, folder, devices, *flags, **options)
     stdout, stderr = process.communicate()
@@ -260,4 +266,4 @@ def run_copy(finished_run, tmp_path):
 @pytest.fixture(scope="session")
 def default_run(script, tmp_path_factory):
     """Folder of a run with the default flags."""
-    return finish(script, tmp_path_factory.mktemp("default"), env=environment(flags=""))
+    return finish(script, tmp_path_factory.mktemp("default"), env=environment(1, flags=""))

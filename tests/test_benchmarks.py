@@ -23,7 +23,7 @@ def run(program, *words):
     """Runs a program with these words to its successful end; returns its standard output."""
     if program == "default_runs":
         pytest.importorskip("matplotlib")
-    env = environment()
+    env = environment(1)
     command = [sys.executable, str(FOLDER / f"{program}.py"), *map(str, words)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -213,7 +213,7 @@ assert (cut_zero == cut_half).all()
 assert jnp.allclose(cut_zero, zero)
 """
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -394,7 +394,7 @@ def test_gpu_program(tmp_path):
     ]
     words += ["ppo_cartpole_jax like", "without the flag", "speed CartPole 4,096"]
     words += ["learning CartPole 4,096", "graphs CartPole 4,096", "purejaxrl"]
-    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    env = environment(1) | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(FOLDER / "gpu.py"), *words]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -422,7 +422,7 @@ def test_gpu_program_interrupted(tmp_path):
     """Ctrl-C keeps what was measured; a later command adds to the file."""
     out = tmp_path / "out.json"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--small", "--out", str(out), "--only"]
-    process = subprocess.Popen([*command, "launches", "correctness"], env=environment())
+    process = subprocess.Popen([*command, "launches", "correctness"], env=environment(1))
     rows = {}
     while "launches" not in rows and process.poll() is None:
         time.sleep(0.2)
@@ -435,7 +435,7 @@ def test_gpu_program_interrupted(tmp_path):
     assert content["stages"]["device"]["launches"]["straight"]["us"] > 0
 
     # Nothing runs without time, and nothing that is there is lost.
-    subprocess.run([*command, "purejaxrl", "--minutes", "0"], env=environment(), check=True)
+    subprocess.run([*command, "purejaxrl", "--minutes", "0"], env=environment(1), check=True)
     stages = json.loads(out.read_text())["stages"]
     assert stages["device"]["launches"]["straight"]["us"] > 0
     assert stages["purejaxrl"]["ppo_cartpole_jax"] == {"skipped": "no time was left"}
@@ -463,6 +463,6 @@ assert [event["name"] for event in kernel_events(host + python + gpu)] == ["fusi
 assert [event["name"] for event in kernel_events(host + python)] == ["launch"]
 """
     command = [sys.executable, "-c", code]
-    env = environment() | {"PYTHONPATH": str(FOLDER)}
+    env = environment(1) | {"PYTHONPATH": str(FOLDER)}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

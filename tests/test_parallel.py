@@ -201,7 +201,7 @@ def test_later_returns_have_the_distribution_of_single_runs(script, monkeypatch)
 
     A Kolmogorov-Smirnov test.
     """
-    sizes = dict(num_envs=16, num_steps=64, total_timesteps=10 * 16 * 64)
+    sizes = dict(num_envs=8, num_steps=64, total_timesteps=10 * 8 * 64)
     args = quick_args(script, checkpoint_interval=10, log_interval=10, num_seeds=20, **sizes)
     others = dataclasses.replace(args, seed=100)  # in turn
 

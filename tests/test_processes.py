@@ -12,7 +12,6 @@ from conftest import (
     QUICK,
     each_text,
     environment,
-    finish,
     newest_checkpoint,
     once,
     run_main,
@@ -24,14 +23,15 @@ from conftest import (
 
 @pytest.fixture(scope="session")
 def long_options(script):
-    """The quick run, twenty times as long: to be stopped after its first checkpoint."""
+    """The quick run, so long that it can be stopped after its first checkpoint: for seconds."""
     quick = QUICK[script.__name__]
-    return quick | {"total_timesteps": 20 * quick["total_timesteps"]}
+    times = {"ppo_cartpole_jax": 20, "ppo_minigrid_rnn": 5}[script.__name__]
+    return quick | {"total_timesteps": times * quick["total_timesteps"]}
 
 
 @pytest.fixture(scope="session")
 def uninterrupted_run(script, long_options, tmp_path_factory):
-    return finish(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
+    return run_main(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
 STOPS = [  # a script for each `main`, but those with emulators, whose games are lost
@@ -107,7 +107,7 @@ def test_second_interrupt_ends_at_once(script, tmp_path):
 @once("StopSignals")
 def test_interrupt_while_compiling_ends_at_once(script, tmp_path):
     """Without a run folder, hence without a summary."""
-    env = environment(flags="")  # takes seconds
+    env = environment(1, flags="")  # takes seconds
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
     process = start(script, tmp_path, env=env, **QUICK[script.__name__])
     for line in process.stderr:
