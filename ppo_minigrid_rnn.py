@@ -117,6 +117,7 @@ from tensorboard.summary.writer import event_file_writer
 
 SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
 DEVICES = "devices"  # the mesh axis over which agents or environments are spread
+XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 
 
 # ==================================================================================================
@@ -145,7 +146,12 @@ Count = Annotated[
 
 
 def full_id(text):
-    """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out."""
+    """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out.
+
+    Those of XLand-MiniGrid are whole.
+    """
+    if text.startswith(XLAND):
+        return text
     name = text.removeprefix("MiniGrid-")
     return f"MiniGrid-{name}" if name.endswith(("-v0", "-v1")) else f"MiniGrid-{name}-v0"
 
@@ -215,9 +221,14 @@ class Args:
 
     # Environment
     env_id: EnvId = "MiniGrid-Empty-8x8-v0"
-    """environment, with or without "MiniGrid-" and "-v0" """
+    """environment, with or without "MiniGrid-" and "-v0"; or one of XLand-MiniGrid (needs
+    xminigrid): XLand-MiniGrid-R4-13x13 and so on, or XLand- before the id of one of its ports"""
     list_envs: bool = False
     """print the environments and exit"""
+    benchmark_id: str | None = None
+    """XLand-MiniGrid's tasks: the name of one of its benchmarks, which is downloaded, or a file"""
+    ruleset_id: int | None = None
+    """number of the task in the benchmark; without it, every level (or trial) has a random one"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
     num_envs: int = 64
@@ -320,6 +331,7 @@ LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 VIEW = 7
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
 TILE = 8  # pixels of a cell's side in the view of --img-obs
+CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
 
 
 # What differs between the missions of one environment: each varying part of the sentence is one of
@@ -489,7 +501,8 @@ class MiniGrid:
     29 random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
     `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `width` and
     `render(state, tile_size)`. States and observations may have any structure, shapes and types
-    (but `ActorCritic` and the check in `forward` take this one's observations: change them too).
+    (but `ActorCritic` and the check in `forward` take this one's observations: change them too; an
+    image of other codes needs only other `code_sizes`, as in `XLand`).
     `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes care of
     both.
     """
@@ -508,6 +521,7 @@ class MiniGrid:
     # them, but an index beyond the last one is not: JAX then takes the last one.
     num_uniforms: int = 29
     num_actions: int = 7
+    code_sizes: tuple = CODE_SIZES
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
     pixels: bool = False  # observe pictures instead of codes
 
@@ -1640,8 +1654,111 @@ def find_env(env_id):
     raise UsageError(f"{message} (--list-envs lists all)")
 
 
+# --- Tasks of XLand-MiniGrid ---
+
+
+class XLand:
+    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
+
+    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
+    others when they come near each other or to the agent. The agent observes none of the rules, nor
+    the goal: only the reward tells what they are. To find that out in the first episode and use it
+    in the next ones is what trials are for. https://github.com/dunnolab/xland-minigrid
+
+    | what        | value                                                                        |
+    | ----------- | ---------------------------------------------------------------------------- |
+    | state       | its `TimeStep`, which contains the observation                               |
+    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
+    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
+    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
+    | terminated  | the goal is reached                                                          |
+    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
+    """
+
+    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
+        """Raises UsageError where the arguments do not fit or xminigrid is not installed."""
+        if importlib.util.find_spec("xminigrid") is None:
+            raise UsageError(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
+        import xminigrid
+        from xminigrid.core import constants
+
+        known = xminigrid.registered_environments()
+        name = env_id if env_id in known else env_id.removeprefix(XLAND)
+        if name not in known:
+            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
+            raise UsageError(message)
+        self.env, self.params = xminigrid.make(name)
+        self.benchmark = None
+        has_rulesets = hasattr(self.params, "ruleset")
+        if has_rulesets != (benchmark_id is not None):
+            needs = "needs" if has_rulesets else "has no rulesets, so no"
+            raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
+        if has_rulesets:
+            self.benchmark = load_rulesets(benchmark_id)
+            count = self.benchmark.num_rulesets()
+            if ruleset_id is not None and not 0 <= ruleset_id < count:
+                raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+        self.ruleset_id = ruleset_id
+        self.num_actions = self.env.num_actions(self.params)
+        self.max_episode_steps = self.params.max_steps
+        self.width = self.params.width
+        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
+
+    def reset(self, key):
+        """A start state, drawn with a PRNG key."""
+        ruleset_key, places_key = jax.random.split(key)
+        params = self.params
+        if self.benchmark is not None:
+            ruleset_id = self.ruleset_id
+            if ruleset_id is None:
+                count = self.benchmark.num_rulesets()
+                ruleset_id = jax.random.randint(ruleset_key, (), 0, count)
+            params = params.replace(ruleset=self.benchmark.get_ruleset(ruleset_id))
+        start = self.env.reset(params, places_key)
+        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
+
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        after = self.env.step(self.params, state, action)  # the ruleset is in the state
+        return after, after.reward, after.discount == 0
+
+    def observe(self, state):
+        """What the agent sees of a state."""
+        return {"image": state.observation, "direction": state.state.agent.direction}
+
+    def render(self, state, tile_size=32):
+        """The whole level as uint8 pixels."""
+        from xminigrid.rendering.rgb_render import render
+
+        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
+
+
+def load_rulesets(benchmark_id):
+    """XLand-MiniGrid's benchmark of a name, or in a file that its generator wrote; UsageError."""
+    from xminigrid import benchmarks
+
+    known = benchmarks.registered_benchmarks()
+    try:
+        if benchmark_id in known:
+            return benchmarks.load_benchmark(benchmark_id)
+        return benchmarks.load_benchmark_from_path(benchmark_id)
+    except Exception as error:  # damaged bytes make pickle raise nearly anything
+        message = f"--benchmark-id {benchmark_id}: neither one of {', '.join(known)} nor a file"
+        raise UsageError(f"{message} of rulesets ({error})") from error
+
+
+@functools.cache
+def find_xland(env_id, benchmark_id, ruleset_id):
+    """The `XLand` of these flags, read once."""
+    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
+    with jax.ensure_compile_time_eval():
+        return XLand(env_id, benchmark_id, ruleset_id)
+
+
 def make_env(args):
-    """The environment; the only place that names it (`check_args` looks up `env_id`, no more)."""
+    """The environment; the only place that names it (`check_args` looks it up, no more)."""
+    if args.env_id.startswith(XLAND):
+        return find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     return dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
 
 
@@ -1894,16 +2011,17 @@ def patches(x, size, stride):
     return jnp.concatenate(slices)
 
 
-def one_hot_codes(x):
-    """Patches of 2x2 codes [4 * 3, ...] -> [80, ...] bool: object, colour and state one-hot.
+def one_hot_codes(x, sizes):
+    """Patches of 2x2 codes -> [F, ...] bool: each code one-hot; how many values it has is in sizes.
 
-    A code is a name, not a quantity: 6 (a ball) is not twice 3 (floor).
+    With `CODE_SIZES`, [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a quantity: 6
+    (a ball) is not twice 3 (floor).
     """
     rest = x.shape[1:]
     one_hot = []
-    for code, num_values in enumerate((11, 6, 3)):
+    for code, num_values in enumerate(sizes):
         values = np.arange(num_values).reshape(-1, *[1] * len(rest))
-        is_value = x[code::3, None] == values  # [4, num_values, ...]
+        is_value = x[code :: len(sizes), None] == values  # [4, num_values, ...]
         one_hot.append(is_value.reshape(-1, *rest))
     return jnp.concatenate(one_hot)
 
@@ -1911,19 +2029,22 @@ def one_hot_codes(x):
 class Encoder(nn.Module):
     """Three convolutions over the codes of a view, or four over its pixels.
 
-    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T].
+    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
     """
 
     pixels: bool
+    code_sizes: tuple = CODE_SIZES
 
     @nn.compact
     def __call__(self, image):
         x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
         layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
         for i, (features, size, stride) in enumerate(layers):
+            if min(x.shape[1:3]) < size:
+                break
             x = patches(x, size, stride)
             if i == 0:
-                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x)
+                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x, self.code_sizes)
             x = nn.relu(Dense(features, math.sqrt(2), name=f"conv{i}")(x))
         return x.reshape(-1, *x.shape[3:])
 
@@ -2081,6 +2202,7 @@ class ActorCritic(nn.Module):
 
     args: Args
     num_actions: int
+    code_sizes: tuple
 
     @nn.compact
     def __call__(self, inputs, rnn_state):
@@ -2094,7 +2216,8 @@ class ActorCritic(nn.Module):
         # --- What the agent takes in at each step: [F, M, T] ---
         # Environments before steps: as the major part of one long axis they can stay spread over
         # devices.
-        image = Encoder(args.img_obs, name="encoder")(inputs.obs["image"])
+        encoder = Encoder(args.img_obs, self.code_sizes, name="encoder")
+        image = encoder(inputs.obs["image"])
         direction = jax.nn.one_hot(inputs.obs["direction"].T, 4, axis=0)
         # Without memory there is no action before, which is a code of its own, and no reward.
         prev_action = jnp.where(inputs.start, self.num_actions, inputs.prev_action)
@@ -2155,7 +2278,8 @@ def init_agent(args, key, env):
 
     shapes = jax.eval_shape(example_inputs)  # runs nothing
     inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return ActorCritic(args, env.num_actions).init(key, inputs, init_rnn_state(args, 1))
+    network = ActorCritic(args, env.num_actions, env.code_sizes)
+    return network.init(key, inputs, init_rnn_state(args, 1))
 
 
 def forward(args, params, inputs, rnn_state):
@@ -2177,8 +2301,8 @@ def forward(args, params, inputs, rnn_state):
             f"inputs of T steps in M environments, [T, M, ...], but got images of shape "
             f"{inputs.obs['image'].shape} and starts of shape {inputs.start.shape}"
         )
-    num_actions = len(params["params"]["actor"]["b"])
-    network = ActorCritic(args, num_actions)
+    env = make_env(args)
+    network = ActorCritic(args, env.num_actions, env.code_sizes)
     logits, value, rnn_states = network.apply(params, inputs, rnn_state)
     return Categorical(logits=logits), value, rnn_states
 
@@ -3545,7 +3669,15 @@ def check_args(args):
     check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
     check(args.eval_interval >= 0, "--eval-interval must be at least 0")
     check(args.video_interval >= 1, "--video-interval must be at least 1")
-    find_env(args.env_id)
+    if args.env_id.startswith(XLAND):
+        has_benchmark = args.benchmark_id is not None
+        check(args.ruleset_id is None or has_benchmark, "--ruleset-id needs --benchmark-id")
+        check(not args.img_obs, "--img-obs: XLand-MiniGrid's environments have codes only")
+        find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
+    else:
+        find_env(args.env_id)
+        is_unused = args.benchmark_id is None and args.ruleset_id is None
+        check(is_unused, "--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
     check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
     check(args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}")
     check(args.episodes_per_trial >= 1, "--episodes-per-trial must be at least 1")

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import sys
 import types
 from typing import NamedTuple
 
@@ -734,3 +735,10 @@ def test_unknown_environment_names_the_nearest():
     with pytest.raises(script.UsageError, match="MiniGrid-DoorKey-6x6-v0"):
         script.parse_args(["--env-id", "DorKey-6x6"])
     assert script.parse_args(["--env-id", "MemoryS9"]).env_id == "MiniGrid-MemoryS9-v0"
+
+
+def test_xland_needs_a_package(monkeypatch):
+    """What is in it is tested in test_xland.py, where it is installed."""
+    monkeypatch.setitem(sys.modules, "xminigrid", None)
+    with pytest.raises(script.UsageError, match="XLand-MiniGrid-R1-9x9 .*pip install xminigrid"):
+        script.parse_args(["--env-id", "XLand-MiniGrid-R1-9x9"])
