@@ -28,7 +28,9 @@ The setting of the notebook that this script succeeds, for comparisons:
     python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 \
         --num-steps 16 --update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 \
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
-        --head-hidden-dim 256 --no-reset-hidden
+        --head-hidden-dim 256
+
+(But for one thing: that one never forgot, not even where a new level began.)
 
 The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
 function collapse: same ids, encoding, rules, missions and distributions of levels.
@@ -51,6 +53,9 @@ Recurrence changes three things. The agent sees a small part of the level and re
 a gradient goes back through all steps of a rollout, but not beyond. And a truncated episode is
 bootstrapped with the value of its true last observation, seen with the memory of that episode.
 
+An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
+several times in a row and remembers the times before. `Trial` explains this meta-learning.
+
 `train` is all of that as one pure function of a key, for one agent. Everything from the docstring
 to the section "Training" is reinforcement learning; everything below is about running it: many
 agents and devices, evaluation, files, the command line. XLA compiles several whole updates,
@@ -67,7 +72,8 @@ Random numbers come from keys: each key is used once, and `split` makes new ones
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features (of images, their
 channels), Y, X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation
-E environments, C episodes in a row, S states of one episode. Rarer ones are words: [rooms, chains].
+E environments, C episodes of a trial, S states of one episode. Rarer ones are words: [rooms,
+chains].
 """
 
 import time
@@ -111,6 +117,7 @@ from tensorboard.summary.writer import event_file_writer
 
 SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
 DEVICES = "devices"  # the mesh axis over which agents or environments are spread
+XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 
 
 # ==================================================================================================
@@ -139,7 +146,12 @@ Count = Annotated[
 
 
 def full_id(text):
-    """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out."""
+    """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out.
+
+    Those of XLand-MiniGrid are whole.
+    """
+    if text.startswith(XLAND):
+        return text
     name = text.removeprefix("MiniGrid-")
     return f"MiniGrid-{name}" if name.endswith(("-v0", "-v1")) else f"MiniGrid-{name}-v0"
 
@@ -189,12 +201,9 @@ class Args:
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
-    """episodes of an evaluation, each in an environment of its own"""
+    """episodes (or trials) of an evaluation, each in an environment of its own"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
     """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
-    eval_consecutive_episodes: int = 1
-    """episodes in a row per environment of an evaluation, each on a level of its own; with
-    --no-reset-hidden the agent remembers the ones before (meta-RL)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only after the last update"""
     capture_video: bool = False
@@ -212,13 +221,21 @@ class Args:
 
     # Environment
     env_id: EnvId = "MiniGrid-Empty-8x8-v0"
-    """environment, with or without "MiniGrid-" and "-v0" """
+    """environment, with or without "MiniGrid-" and "-v0"; or one of XLand-MiniGrid (needs
+    xminigrid): XLand-MiniGrid-R4-13x13 and so on, or XLand- before the id of one of its ports"""
     list_envs: bool = False
     """print the environments and exit"""
+    benchmark_id: str | None = None
+    """XLand-MiniGrid's tasks: the name of one of its benchmarks, which is downloaded, or a file"""
+    ruleset_id: int | None = None
+    """number of the task in the benchmark; without it, every level (or trial) has a random one"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
     num_envs: int = 64
     """parallel environments of each agent, over all devices"""
+    episodes_per_trial: int = 1
+    """episodes in a row on the same level, in which the agent remembers the ones before; with more
+    than one it learns to learn (meta-RL), and observes when an episode has ended"""
 
     # Agent
     action_emb_dim: int = 16
@@ -229,8 +246,6 @@ class Args:
     """stacked GRUs, L, whose outputs are summed"""
     head_hidden_dim: int = 64
     """units of the hidden layer of actor and critic"""
-    reset_hidden: bool = True
-    """forget hidden state, previous action and previous reward when an episode starts"""
 
     # Algorithm
     total_timesteps: Count = 300_000
@@ -316,6 +331,7 @@ LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 VIEW = 7
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
 TILE = 8  # pixels of a cell's side in the view of --img-obs
+CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
 
 
 # What differs between the missions of one environment: each varying part of the sentence is one of
@@ -485,7 +501,8 @@ class MiniGrid:
     29 random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
     `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `width` and
     `render(state, tile_size)`. States and observations may have any structure, shapes and types
-    (but `ActorCritic` and the check in `forward` take this one's observations: change them too).
+    (but `ActorCritic` and the check in `forward` take this one's observations: change them too; an
+    image of other codes needs only other `code_sizes`, as in `XLand`).
     `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes care of
     both.
     """
@@ -504,6 +521,7 @@ class MiniGrid:
     # them, but an index beyond the last one is not: JAX then takes the last one.
     num_uniforms: int = 29
     num_actions: int = 7
+    code_sizes: tuple = CODE_SIZES
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
     pixels: bool = False  # observe pictures instead of codes
 
@@ -1636,8 +1654,111 @@ def find_env(env_id):
     raise UsageError(f"{message} (--list-envs lists all)")
 
 
+# --- Tasks of XLand-MiniGrid ---
+
+
+class XLand:
+    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
+
+    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
+    others when they come near each other or to the agent. The agent observes none of the rules, nor
+    the goal: only the reward tells what they are. To find that out in the first episode and use it
+    in the next ones is what trials are for. https://github.com/dunnolab/xland-minigrid
+
+    | what        | value                                                                        |
+    | ----------- | ---------------------------------------------------------------------------- |
+    | state       | its `TimeStep`, which contains the observation                               |
+    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
+    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
+    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
+    | terminated  | the goal is reached                                                          |
+    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
+    """
+
+    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
+        """Raises UsageError where the arguments do not fit or xminigrid is not installed."""
+        if importlib.util.find_spec("xminigrid") is None:
+            raise UsageError(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
+        import xminigrid
+        from xminigrid.core import constants
+
+        known = xminigrid.registered_environments()
+        name = env_id if env_id in known else env_id.removeprefix(XLAND)
+        if name not in known:
+            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
+            raise UsageError(message)
+        self.env, self.params = xminigrid.make(name)
+        self.benchmark = None
+        has_rulesets = hasattr(self.params, "ruleset")
+        if has_rulesets != (benchmark_id is not None):
+            needs = "needs" if has_rulesets else "has no rulesets, so no"
+            raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
+        if has_rulesets:
+            self.benchmark = load_rulesets(benchmark_id)
+            count = self.benchmark.num_rulesets()
+            if ruleset_id is not None and not 0 <= ruleset_id < count:
+                raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+        self.ruleset_id = ruleset_id
+        self.num_actions = self.env.num_actions(self.params)
+        self.max_episode_steps = self.params.max_steps
+        self.width = self.params.width
+        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
+
+    def reset(self, key):
+        """A start state, drawn with a PRNG key."""
+        ruleset_key, places_key = jax.random.split(key)
+        params = self.params
+        if self.benchmark is not None:
+            ruleset_id = self.ruleset_id
+            if ruleset_id is None:
+                count = self.benchmark.num_rulesets()
+                ruleset_id = jax.random.randint(ruleset_key, (), 0, count)
+            params = params.replace(ruleset=self.benchmark.get_ruleset(ruleset_id))
+        start = self.env.reset(params, places_key)
+        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
+
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        after = self.env.step(self.params, state, action)  # the ruleset is in the state
+        return after, after.reward, after.discount == 0
+
+    def observe(self, state):
+        """What the agent sees of a state."""
+        return {"image": state.observation, "direction": state.state.agent.direction}
+
+    def render(self, state, tile_size=32):
+        """The whole level as uint8 pixels."""
+        from xminigrid.rendering.rgb_render import render
+
+        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
+
+
+def load_rulesets(benchmark_id):
+    """XLand-MiniGrid's benchmark of a name, or in a file that its generator wrote; UsageError."""
+    from xminigrid import benchmarks
+
+    known = benchmarks.registered_benchmarks()
+    try:
+        if benchmark_id in known:
+            return benchmarks.load_benchmark(benchmark_id)
+        return benchmarks.load_benchmark_from_path(benchmark_id)
+    except Exception as error:  # damaged bytes make pickle raise nearly anything
+        message = f"--benchmark-id {benchmark_id}: neither one of {', '.join(known)} nor a file"
+        raise UsageError(f"{message} of rulesets ({error})") from error
+
+
+@functools.cache
+def find_xland(env_id, benchmark_id, ruleset_id):
+    """The `XLand` of these flags, read once."""
+    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
+    with jax.ensure_compile_time_eval():
+        return XLand(env_id, benchmark_id, ruleset_id)
+
+
 def make_env(args):
-    """The environment; the only place that names it (`check_args` looks up `env_id`, no more)."""
+    """The environment; the only place that names it (`check_args` looks it up, no more)."""
+    if args.env_id.startswith(XLAND):
+        return find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     return dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
 
 
@@ -1823,6 +1944,7 @@ class Inputs(NamedTuple):
     prev_action: jax.Array  # [T, M], the action before
     prev_reward: jax.Array  # [T, M], and its reward
     start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
+    prev_ended: Any = ()  # [T, M], whether the step before ended an episode of the same `Trial`
 
 
 CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
@@ -1888,16 +2010,17 @@ def patches(x, size, stride):
     return jnp.concatenate(slices)
 
 
-def one_hot_codes(x):
-    """Patches of 2x2 codes [4 * 3, ...] -> [80, ...] bool: object, colour and state one-hot.
+def one_hot_codes(x, sizes):
+    """Patches of 2x2 codes -> [F, ...] bool: each code one-hot; how many values it has is in sizes.
 
-    A code is a name, not a quantity: 6 (a ball) is not twice 3 (floor).
+    With `CODE_SIZES`, [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a quantity: 6
+    (a ball) is not twice 3 (floor).
     """
     rest = x.shape[1:]
     one_hot = []
-    for code, num_values in enumerate((11, 6, 3)):
+    for code, num_values in enumerate(sizes):
         values = np.arange(num_values).reshape(-1, *[1] * len(rest))
-        is_value = x[code::3, None] == values  # [4, num_values, ...]
+        is_value = x[code :: len(sizes), None] == values  # [4, num_values, ...]
         one_hot.append(is_value.reshape(-1, *rest))
     return jnp.concatenate(one_hot)
 
@@ -1905,19 +2028,22 @@ def one_hot_codes(x):
 class Encoder(nn.Module):
     """Three convolutions over the codes of a view, or four over its pixels.
 
-    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T].
+    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
     """
 
     pixels: bool
+    code_sizes: tuple = CODE_SIZES
 
     @nn.compact
     def __call__(self, image):
         x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
         layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
         for i, (features, size, stride) in enumerate(layers):
+            if min(x.shape[1:3]) < size:
+                break
             x = patches(x, size, stride)
             if i == 0:
-                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x)
+                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x, self.code_sizes)
             x = nn.relu(Dense(features, math.sqrt(2), name=f"conv{i}")(x))
         return x.reshape(-1, *x.shape[3:])
 
@@ -1941,7 +2067,8 @@ class GRU(nn.Module):
     Backpropagation through time: h after step t depends on the weights through every step up to t,
     so the gradient of the loss at step t runs back through all of them (`run_gru_backwards`). It is
     cut in two places: at the first step, whose hidden state comes from the rollout before and is a
-    constant here; and where an episode starts, since zeros have replaced the hidden state.
+    constant here; and where an episode (or a trial of several) starts, since zeros have replaced
+    the hidden state.
     """
 
     size: int
@@ -2074,6 +2201,7 @@ class ActorCritic(nn.Module):
 
     args: Args
     num_actions: int
+    code_sizes: tuple
 
     @nn.compact
     def __call__(self, inputs, rnn_state):
@@ -2087,7 +2215,8 @@ class ActorCritic(nn.Module):
         # --- What the agent takes in at each step: [F, M, T] ---
         # Environments before steps: as the major part of one long axis they can stay spread over
         # devices.
-        image = Encoder(args.img_obs, name="encoder")(inputs.obs["image"])
+        encoder = Encoder(args.img_obs, self.code_sizes, name="encoder")
+        image = encoder(inputs.obs["image"])
         direction = jax.nn.one_hot(inputs.obs["direction"].T, 4, axis=0)
         # Without memory there is no action before, which is a code of its own, and no reward.
         prev_action = jnp.where(inputs.start, self.num_actions, inputs.prev_action)
@@ -2095,6 +2224,9 @@ class ActorCritic(nn.Module):
         prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
         features = [image, direction, prev_action, prev_reward]
+        if args.episodes_per_trial > 1:
+            prev_ended = inputs.prev_ended & ~inputs.start
+            features.append(prev_ended.T[None])
         if "mission" in inputs.obs:
             words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
             words = words.transpose(2, 3, 1, 0)
@@ -2145,7 +2277,8 @@ def init_agent(args, key, env):
 
     shapes = jax.eval_shape(example_inputs)  # runs nothing
     inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return ActorCritic(args, env.num_actions).init(key, inputs, init_rnn_state(args, 1))
+    network = ActorCritic(args, env.num_actions, env.code_sizes)
+    return network.init(key, inputs, init_rnn_state(args, 1))
 
 
 def forward(args, params, inputs, rnn_state):
@@ -2155,11 +2288,11 @@ def forward(args, params, inputs, rnn_state):
     each one. A rollout calls this with T = 1, step by step; the loss once with all T steps, which
     gives the same numbers and the gradient through time.
 
-    Where `inputs.start` is set, an episode starts: hidden state, previous action and previous
-    reward are those of an episode that is over, and count as nothing. The level is a new one, so
-    what the agent remembers of the old one would be wrong, and in evaluation, which begins without
-    memory, it would meet states that it has never learned from. (With --no-reset-hidden `start` is
-    set at the very first step only: the agent may learn across episodes, which is meta-RL.)
+    Where `inputs.start` is set, an episode starts on a new level: hidden state, previous action and
+    previous reward are those of an episode that is over, and count as nothing. What the agent
+    remembers of the old level would be wrong, and in evaluation, which begins without memory, it
+    would meet states that it has never learned from. (Episodes of one `Trial` are on the same
+    level: there `start` is set for the first one only.)
     """
     if inputs.start.ndim != 2 or inputs.obs["image"].ndim != 5:
         raise ValueError(
@@ -2167,8 +2300,8 @@ def forward(args, params, inputs, rnn_state):
             f"inputs of T steps in M environments, [T, M, ...], but got images of shape "
             f"{inputs.obs['image'].shape} and starts of shape {inputs.start.shape}"
         )
-    num_actions = len(params["params"]["actor"]["b"])
-    network = ActorCritic(args, num_actions)
+    env = make_env(args)
+    network = ActorCritic(args, env.num_actions, env.code_sizes)
     logits, value, rnn_states = network.apply(params, inputs, rnn_state)
     return Categorical(logits=logits), value, rnn_states
 
@@ -2180,6 +2313,7 @@ class AgentState(NamedTuple):
     prev_action: jax.Array  # [N]
     prev_reward: jax.Array  # [N]
     start: jax.Array  # [N], whether it forgets all of this now
+    prev_ended: Any  # [N], whether its last step ended an episode of its `Trial`; () without trials
 
 
 def init_agent_state(args, num_envs):
@@ -2189,7 +2323,13 @@ def init_agent_state(args, num_envs):
         prev_action=jnp.zeros(num_envs, jnp.int32),
         prev_reward=jnp.zeros(num_envs, jnp.float32),
         start=jnp.ones(num_envs, bool),
+        prev_ended=no_ends(args, num_envs),
     )
+
+
+def no_ends(args, num_envs):
+    """`prev_ended` [N] where no episode has ended, () without trials."""
+    return jnp.zeros(num_envs, bool) if args.episodes_per_trial > 1 else ()
 
 
 def make_inputs(env, env_state, agent_state):
@@ -2199,6 +2339,7 @@ def make_inputs(env, env_state, agent_state):
         prev_action=agent_state.prev_action,
         prev_reward=agent_state.prev_reward,
         start=agent_state.start,
+        prev_ended=agent_state.prev_ended,
     )
 
 
@@ -2252,6 +2393,41 @@ class EpisodeStats(NamedTuple):
     last_length: jax.Array  # likewise
 
 
+class Trial(NamedTuple):
+    """The running trial of every environment, or () without trials (`episodes_per_trial` 1).
+
+    A trial is E episodes in a row on the same level, from the same start state. An agent that
+    remembers the first one need not explore again. How to explore, what to remember and what to
+    make of it nobody tells it: the weights learn that over many trials, and within a trial, where
+    they stay as they are, the hidden state does the learning. This is meta-reinforcement learning
+    as in RL^2 (arXiv:1611.02779), which needs no other algorithm than PPO. A trial is to the agent
+    what an episode is otherwise, so only what happens at an end differs:
+
+    | at the end of             | an episode, but not the last of the trial   | the trial          |
+    | ------------------------- | ------------------------------------------- | ------------------ |
+    | level                     | its start state again                       | a new one          |
+    | hidden state, previous    | kept                                        | forgotten          |
+    | action and reward         |                                             |                    |
+    | value of the successor    | V of the next episode's first observation,  | 0, or of the true  |
+    |                           | with all that the agent remembers           | last observation   |
+    | sum of TD errors (GAE)    | runs on: a first episode that is lost to    | cut                |
+    |                           | look around pays if it makes later ones     |                    |
+    |                           | better                                      |                    |
+    | time limit, statistics    | count anew                                  | count anew         |
+
+    So neither success nor the time limit is an end to the learner, but in the last episode. An
+    agent that was moved back to the start should know: `Inputs.prev_ended` tells it, and the reward
+    before whether that was a success. Previous action, reward and end are RL^2's inputs.
+
+    Discounting goes on too: with E episodes of about s steps, gamma should be well above
+    1 - 1 / (E s). And gradients go back through one rollout only: what is to be remembered should
+    pay within `num_steps` steps.
+    """
+
+    start_state: GridState  # of [N], in which each of its episodes begins
+    episode: jax.Array  # [N] int32, its episodes that are over
+
+
 class Transition(NamedTuple):
     """One step of N environments; a trajectory has an axis of T steps in front.
 
@@ -2266,6 +2442,7 @@ class Transition(NamedTuple):
     reward: jax.Array  # [N]
     # An episode that terminated has no future. One that the time limit truncated would have gone
     # on, and the observation does not show the limit: its future must be estimated, not set to 0.
+    # Of a trial's episodes only the last one can set either.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
 
@@ -2291,6 +2468,13 @@ def init_episode_stats(num_envs):
         last_return=jnp.full(num_envs, jnp.nan, jnp.float32),
         last_length=jnp.full(num_envs, jnp.nan, jnp.float32),
     )
+
+
+def init_trial(args, env_state):
+    """The `Trial` of start states [N] before the first step, () without trials."""
+    if args.episodes_per_trial == 1:
+        return ()
+    return Trial(start_state=env_state, episode=jnp.zeros(args.num_envs, jnp.int32))
 
 
 def restart_ended(done, stats):
@@ -2359,10 +2543,10 @@ def gpu_unroll(platform, steps):
     return steps if is_gpu else 1
 
 
-def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=None):
+def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, platform=None):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
-    Returns (env_state, agent_state, stats, trajectory, truncated_state). The trajectory is a
+    Returns (env_state, trial, agent_state, stats, trajectory, truncated_state). The trajectory is a
     `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
     states in which the time limit ended an episode, at most one in each of the W windows of
     `truncation_window` steps (where it ended none, they mean nothing).
@@ -2389,7 +2573,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
     window = jnp.arange(args.num_steps) // truncation_window(args, env)
 
     def env_step(carry, inputs_of_step):
-        env_state, agent_state, stats, truncated_state = carry
+        env_state, trial, agent_state, stats, truncated_state = carry
         action_key, step_keys, reset_keys, levels, window = inputs_of_step
 
         # --- Act ---
@@ -2402,14 +2586,21 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
             prev_action=action,
             prev_reward=reward,
             start=jnp.zeros(args.num_envs, bool),
+            prev_ended=no_ends(args, args.num_envs),
         )
 
-        # --- Has the episode ended? ---
+        # --- Has the episode ended, and with it the trial? ---
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
         truncated = stats.running_length >= env.max_episode_steps
-        done = terminated | truncated
+        ended = terminated | truncated
+        done = ended
+        if args.episodes_per_trial > 1:
+            is_last = trial.episode == args.episodes_per_trial - 1
+            terminated = terminated & is_last
+            truncated = truncated & is_last
+            done = ended & is_last
         truncated_state = jax.tree.map(
             lambda kept, new: kept.at[window].set(where_done(truncated, new, kept[window])),
             truncated_state,
@@ -2426,23 +2617,30 @@ def rollout(args, env, params, env_state, agent_state, stats, key, *, platform=N
             truncated=truncated,
         )
 
-        # --- Then begin a new one ---
+        # --- Then begin a new one, on a new level or where its trial began ---
         if platform == "cpu":
             env_state = reset_ended(env, reset_keys, done, next_env_state)
         else:
             env_state = where_done(done, levels, next_env_state)
-        agent_state = next_agent_state._replace(start=done & args.reset_hidden)
-        return (env_state, agent_state, restart_ended(done, stats), truncated_state), transition
+        agent_state = next_agent_state._replace(start=done)
+        if args.episodes_per_trial > 1:
+            start_state = where_done(done, env_state, trial.start_state)
+            env_state = where_done(ended, start_state, env_state)
+            episode = jnp.where(done, 0, trial.episode + ended)
+            trial = Trial(start_state=start_state, episode=episode)
+            agent_state = agent_state._replace(prev_ended=ended)
+        stats = restart_ended(ended, stats)
+        return (env_state, trial, agent_state, stats, truncated_state), transition
 
     truncated_state = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (num_windows, *x.shape)), (env_state, agent_state)
     )
-    carry = (env_state, agent_state, stats, truncated_state)
+    carry = (env_state, trial, agent_state, stats, truncated_state)
     inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
     unroll = gpu_unroll(platform, 4)
     carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps, unroll=unroll)
-    env_state, agent_state, stats, truncated_state = carry
-    return env_state, agent_state, stats, trajectory, truncated_state
+    env_state, trial, agent_state, stats, truncated_state = carry
+    return env_state, trial, agent_state, stats, trajectory, truncated_state
 
 
 def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
@@ -2721,6 +2919,7 @@ class TrainState(NamedTuple):
     params: dict
     opt_state: optax.OptState
     env_state: GridState  # of [N]
+    trial: Any  # `Trial` of [N], () without trials
     agent_state: AgentState  # of [N]
     stats: EpisodeStats  # of [N]
     key: jax.Array  # PRNG key
@@ -2732,10 +2931,12 @@ def init_train_state(args, key):
     env = make_env(args)
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
+    env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
-        env_state=jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs)),
+        env_state=env_state,
+        trial=init_trial(args, env_state),
         agent_state=init_agent_state(args, args.num_envs),
         stats=init_episode_stats(args.num_envs),
         key=key,
@@ -2754,11 +2955,12 @@ def update(args, state, *, platform=None, sharding=None):
     rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
 
     # --- Play ---
-    env_state, agent_state, stats, trajectory, truncated_state = rollout(
+    env_state, trial, agent_state, stats, trajectory, truncated_state = rollout(
         args,
         env,
         state.params,
         state.env_state,
+        state.trial,
         state.agent_state,
         state.stats,
         rollout_key,
@@ -2810,6 +3012,7 @@ def update(args, state, *, platform=None, sharding=None):
         params=params,
         opt_state=opt_state,
         env_state=env_state,
+        trial=trial,
         agent_state=agent_state,
         stats=stats,
         key=next_key,
@@ -2888,6 +3091,7 @@ def state_shardings(args):
         params=everywhere,
         opt_state=everywhere,
         env_state=by_environment,
+        trial=by_environment,
         agent_state=by_environment,
         stats=by_environment,
         key=everywhere,
@@ -3033,7 +3237,7 @@ def agree_on_signal(signals):
 
 
 class Evaluation(NamedTuple):
-    """C consecutive episodes in E environments, and what it takes to draw the first environment's.
+    """The C episodes of a trial in E environments, and what it takes to draw the first one's.
 
     S is max_episode_steps + 1; states after the end of an episode mean nothing.
     """
@@ -3056,16 +3260,17 @@ class EvaluationStep(NamedTuple):
 
 
 def evaluate(args, params, key):
-    """Episodes of one agent in each of E environments, C in a row: an `Evaluation`.
+    """An episode, or a trial of C, of one agent in each of E environments: an `Evaluation`.
 
     Each is played on a fresh level, by the most likely actions or by drawn ones (`eval_mode`).
     """
     env = make_env(args)
     num_envs = args.eval_episodes
+    reset_key, episodes_key = jax.random.split(key)
+    start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
 
     def play_episode(agent_state, key):
-        reset_key, action_key, step_key = jax.random.split(key, 3)
-        start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
+        action_key, step_key = jax.random.split(key)
 
         def is_running(now):
             return (now.t < env.max_episode_steps) & now.running.any()
@@ -3083,12 +3288,13 @@ def evaluate(args, params, key):
                 prev_action=action,
                 prev_reward=reward,
                 start=jnp.zeros(num_envs, bool),
+                prev_ended=no_ends(args, num_envs),
             )
             return EvaluationStep(
                 t=now.t + 1,
                 running=now.running & ~terminated,
                 env_state=env_state,
-                # What an agent remembers at the end of its episode stays, for its next one.
+                # What an agent remembers at the end of its episode stays, for the trial's next one.
                 agent_state=where_done(now.running, agent_state, now.agent_state),
                 episode_return=now.episode_return + jnp.where(now.running, reward, 0),
                 episode_length=now.episode_length + now.running,
@@ -3111,12 +3317,14 @@ def evaluate(args, params, key):
         )
         # Good policies need a fraction of the time limit, so this ends with the last episode.
         end = jax.lax.while_loop(is_running, env_step, start)
-        agent_state = end.agent_state._replace(start=jnp.full(num_envs, args.reset_hidden))
+        agent_state = end.agent_state
+        if args.episodes_per_trial > 1:
+            agent_state = agent_state._replace(prev_ended=jnp.ones(num_envs, bool))
         return agent_state, Evaluation(
             episode_return=end.episode_return, episode_length=end.episode_length, states=end.states
         )
 
-    episode_keys = jax.random.split(key, args.eval_consecutive_episodes)
+    episode_keys = jax.random.split(episodes_key, args.episodes_per_trial)
     _, evaluation = jax.lax.scan(play_episode, init_agent_state(args, num_envs), episode_keys)
     return evaluation
 
@@ -3144,7 +3352,7 @@ def summarize_evaluation(args, evaluation, finite):
     lengths = np.asarray(evaluation.episode_length, float)
     success = returns > 0
     summary = {
-        "eval_episodes": args.eval_episodes * args.eval_consecutive_episodes,
+        "eval_episodes": args.eval_episodes * args.episodes_per_trial,
         "eval_mode": args.eval_mode,
         "eval_return_mean": returns[finite].mean(),
         "eval_return_std": returns[finite].std(),
@@ -3158,8 +3366,8 @@ def summarize_evaluation(args, evaluation, finite):
             "success_rate": success.mean((1, 2)).tolist(),
         },
     }
-    if args.eval_consecutive_episodes > 1:  # of the first, second, ... episode in a row
-        summary["consecutive_episodes"] = {
+    if args.episodes_per_trial > 1:  # of the first, second, ... episode of a trial
+        summary["trial_episodes"] = {
             "eval_return_mean": returns[finite].mean((0, 2)).tolist(),
             "eval_return_std": returns[finite].std((0, 2)).tolist(),
             "eval_length_mean": lengths[finite].mean((0, 2)).tolist(),
@@ -3458,13 +3666,20 @@ def check_args(args):
     check(args.log_interval >= 1, "--log-interval must be at least 1")
     check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
     check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
-    consecutive = args.eval_consecutive_episodes
-    check(consecutive >= 1, "--eval-consecutive-episodes must be at least 1")
     check(args.eval_interval >= 0, "--eval-interval must be at least 0")
     check(args.video_interval >= 1, "--video-interval must be at least 1")
-    find_env(args.env_id)
+    if args.env_id.startswith(XLAND):
+        has_benchmark = args.benchmark_id is not None
+        check(args.ruleset_id is None or has_benchmark, "--ruleset-id needs --benchmark-id")
+        check(not args.img_obs, "--img-obs: XLand-MiniGrid's environments have codes only")
+        find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
+    else:
+        find_env(args.env_id)
+        is_unused = args.benchmark_id is None and args.ruleset_id is None
+        check(is_unused, "--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
     check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
     check(args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}")
+    check(args.episodes_per_trial >= 1, "--episodes-per-trial must be at least 1")
     check(args.action_emb_dim >= 1, "--action-emb-dim must be at least 1")
     check(args.rnn_hidden_dim >= 1, "--rnn-hidden-dim must be at least 1")
     check(args.rnn_num_layers >= 1, "--rnn-num-layers must be at least 1")
@@ -3512,8 +3727,9 @@ def parse_args(words=None):
         saved = dataclasses.replace(saved, num_devices=1, videos_dir=Args().videos_dir)
     default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
     args = tyro.cli(Args, args=words, default=default)
-    may_change = {"resume", "eval", "eval_episodes", "videos_dir", "num_devices"}
-    may_change |= {"eval_mode", "eval_consecutive_episodes"}
+    may_change = {"resume", "eval", "eval_episodes", "eval_mode", "videos_dir", "num_devices"}
+    if args.eval is not None:  # trials may go on for longer
+        may_change.add("episodes_per_trial")
     if args.resume is not None:
         may_change |= {"runs_dir", "log_interval", "checkpoint_interval", "eval_interval"}
         may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
@@ -3593,7 +3809,11 @@ def describe(summary):
     """The result of an evaluation in a few words."""
     score = f"{summary['eval_mode']} return {summary['eval_return_mean']:.3f}"
     score += f", success rate {summary['success_rate']:.3f}"
-    return f"{score} over {summary['eval_episodes']} episodes"
+    score += f" over {summary['eval_episodes']} episodes"
+    if "trial_episodes" in summary:
+        rates = [f"{rate:.3f}" for rate in summary["trial_episodes"]["success_rate"]]
+        score += f" (of a trial's first, second, ... episode {', '.join(rates)})"
+    return score
 
 
 def evaluate_run(args):

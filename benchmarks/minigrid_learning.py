@@ -8,9 +8,14 @@
 Every id is trained by the script's `main`, to which the flags after `--` go, and evaluated over
 1,024 episodes of its own; then Farama's environments play as many, with actions from the same
 weights. Results go to benchmarks/results/minigrid_learning.json, one entry per run.
+
+MemoryS7-NoCue is no id of Farama's but its MemoryS7 without the cue: which of both ends of the
+junction is right can only be tried. It is played in trials of four episodes on the same level, and
+1,024 of these are evaluated.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -26,7 +31,8 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from minigrid.wrappers import RGBImgPartialObsWrapper  # minigrid also registers the ids
+from minigrid.envs import MemoryEnv  # minigrid also registers the ids
+from minigrid.wrappers import RGBImgPartialObsWrapper
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -51,7 +57,31 @@ RUNS = {
     "FourRooms": dict(total_timesteps=5_000_000),
     "MemoryS9": dict(MEMORY, total_timesteps=4_000_000),
     "MemoryS13": dict(MEMORY, total_timesteps=8_000_000),
+    # An agent that keeps trying both ends at random has less to remember its choice for.
+    "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
 }
+
+
+def level_without_cue(env, uniforms):
+    """A level of a memory environment, without the object in the start room."""
+    level = script.memory_level(env, uniforms)
+    cue = (env.height // 2 - 1) * env.width + 1
+    return level._replace(grid=script.put(level.grid, cue, script.EMPTY))
+
+
+class MemoryWithoutCue(MemoryEnv):
+    """Farama's memory environment, without the object in the start room."""
+
+    def _gen_grid(self, width, height):
+        super()._gen_grid(width, height)
+        self.grid.set(1, height // 2 - 1, None)
+
+
+NO_CUE = dataclasses.replace(
+    script.find_env("MemoryS7"), env_id="MiniGrid-MemoryS7-NoCue-v0", level=level_without_cue
+)
+script.ENVIRONMENTS[NO_CUE.env_id] = NO_CUE
+gymnasium.register(NO_CUE.env_id, MemoryWithoutCue, kwargs={"size": NO_CUE.width})
 
 
 class ForgetfulGRU(script.GRU):
@@ -86,7 +116,11 @@ def mission_numbers(env, sentence):
 
 
 def farama_success(args, params, episodes):
-    """Share of this many episodes in Farama's environment that end with a positive reward."""
+    """How often episodes in Farama's environment end with a positive reward.
+
+    Plays this many episodes or, with `args.episodes_per_trial`, trials, whose episodes are resets
+    with the same seed. Returns the shares of successes [C] in each of a trial's C episodes.
+    """
     env = script.make_env(args)
     side_by_side = min(128, episodes)
     blank = script.init_agent_state(args, side_by_side)
@@ -98,6 +132,7 @@ def farama_success(args, params, episodes):
             prev_action=agent_state.prev_action,
             prev_reward=agent_state.prev_reward,
             start=agent_state.start,
+            prev_ended=agent_state.prev_ended,
         )
         dist, _, rnn_state = script.forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.sample(key) if args.eval_mode == "sampled" else dist.mode()
@@ -108,35 +143,42 @@ def farama_success(args, params, episodes):
         return RGBImgPartialObsWrapper(game, tile_size=8) if args.img_obs else game
 
     games, key = [make_game() for _ in range(side_by_side)], jax.random.key(0)
-    successes, played = 0, 0
+    successes, played = np.zeros(args.episodes_per_trial), 0
     while played < episodes:
-        running = played + np.arange(side_by_side) < episodes
-        observations = [game.reset(seed=played + i)[0] for i, game in enumerate(games)]
+        is_counted = played + np.arange(side_by_side) < episodes
         agent_state = blank
-        while running.any():
-            obs = {
-                "image": np.stack([obs["image"] for obs in observations]),
-                "direction": np.array([obs["direction"] for obs in observations], np.int32),
-            }
-            if env.observes_mission:
-                missions = [mission_numbers(env, obs["mission"]) for obs in observations]
-                obs["mission"] = np.array(missions, np.int32)
-            key, action_key = jax.random.split(key)
-            action, rnn_state = act(obs, agent_state, action_key)
-            rewards, chosen = np.zeros(side_by_side, np.float32), np.asarray(action)
-            for i in np.flatnonzero(running):
-                outcome = games[i].step(int(chosen[i]))
-                observations[i], rewards[i], terminated, truncated, _ = outcome
-                running[i] = not (terminated or truncated)
-            successes += (rewards > 0).sum()
-            agent_state = script.AgentState(
-                rnn_state=rnn_state,
-                prev_action=action,
-                prev_reward=rewards,
-                start=np.zeros(side_by_side, bool),
-            )
+        for episode in range(args.episodes_per_trial):
+            running = is_counted.copy()
+            observations = [game.reset(seed=played + i)[0] for i, game in enumerate(games)]
+            while running.any():
+                obs = {
+                    "image": np.stack([obs["image"] for obs in observations]),
+                    "direction": np.array([obs["direction"] for obs in observations], np.int32),
+                }
+                if env.observes_mission:
+                    missions = [mission_numbers(env, obs["mission"]) for obs in observations]
+                    obs["mission"] = np.array(missions, np.int32)
+                key, action_key = jax.random.split(key)
+                action, rnn_state = act(obs, agent_state, action_key)
+                rewards, chosen = np.zeros(side_by_side, np.float32), np.asarray(action)
+                now = script.AgentState(
+                    rnn_state=rnn_state,
+                    prev_action=action,
+                    prev_reward=rewards,
+                    start=np.zeros(side_by_side, bool),
+                    prev_ended=script.no_ends(args, side_by_side),
+                )
+                plays = running.copy()
+                for i in np.flatnonzero(plays):
+                    outcome = games[i].step(int(chosen[i]))
+                    observations[i], rewards[i], terminated, truncated, _ = outcome
+                    running[i] = not (terminated or truncated)
+                successes[episode] += (rewards > 0).sum()
+                agent_state = script.where_done(plays, now, agent_state)
+            if args.episodes_per_trial > 1:
+                agent_state = agent_state._replace(prev_ended=np.ones(side_by_side, bool))
         played += side_by_side
-    return float(successes / episodes)
+    return successes / episodes
 
 
 def run(env_id, choice, flags):
@@ -167,7 +209,11 @@ def run(env_id, choice, flags):
     result["args"] = {name: x for name, x in summary["args"].items() if name not in paths}
     args, state = script.load_run(run_dir)
     params = jax.tree.map(lambda x: x[0], state.params)
-    result["farama_success_rate"] = farama_success(args, params, choice.episodes)
+    farama = farama_success(args, params, choice.episodes)
+    result["farama_success_rate"] = farama.mean()
+    if args.episodes_per_trial > 1:
+        result["trial_success_rates"] = summary["trial_episodes"]["success_rate"]
+        result["farama_trial_success_rates"] = farama.tolist()
     result["date"] = datetime.date.today().isoformat()
     result["device"] = f"{summary['backend']}, {platform.machine()}"
     return result | {"cpu_count": len(os.sched_getaffinity(0)), "jax": summary["jax_version"]}
@@ -204,6 +250,9 @@ def main():
         choice.out.write_text(json.dumps(results | {name: result}, indent=2) + "\n")
         rates = f"{result['success_rate']:.3f}, in Farama's {result['farama_success_rate']:.3f}"
         print(f"{name}: {rates}", flush=True)
+        if "trial_success_rates" in result:
+            for place in ("trial_success_rates", "farama_trial_success_rates"):
+                print(place.replace("_", " "), *(f"{rate:.3f}" for rate in result[place]))
 
 
 if __name__ == "__main__":

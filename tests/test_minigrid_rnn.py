@@ -1,8 +1,11 @@
 """The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets, loss, gradients."""
 
+import ast
 import dataclasses
 import functools
 import json
+import pathlib
+import sys
 import types
 from typing import NamedTuple
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from conftest import load, run_main, scalars, words_of
 
 import ppo_minigrid_rnn as script
 
@@ -43,7 +47,8 @@ class Roll(NamedTuple):
 
     env: script.MiniGrid
     params: dict
-    agent_state: script.AgentState  # before it
+    trial: script.Trial  # before it
+    agent_state: script.AgentState  # likewise
     trajectory: script.Transition
     last_state: tuple  # (env_state, agent_state) after it
     truncated_state: tuple
@@ -66,11 +71,11 @@ def roll(args, key=0, platform=None):
     try:
         play = functools.partial(script.rollout, args, env, params, platform=platform)
         play = jax.jit(play)
-        carry = state.env_state, state.agent_state, state.stats
-        carry = play(*carry, jax.random.key(key))[:3]
+        carry = state.env_state, state.trial, state.agent_state, state.stats
+        carry = play(*carry, jax.random.key(key))[:4]
         jax.effects_barrier()
         seen.clear()
-        env_state, agent_state, _, trajectory, truncated_state = jax.block_until_ready(
+        env_state, _, agent_state, _, trajectory, truncated_state = jax.block_until_ready(
             play(*carry, jax.random.key(key + 1))
         )
         jax.effects_barrier()
@@ -78,24 +83,48 @@ def roll(args, key=0, platform=None):
         script.make_inputs = make_inputs
     env_states = jax.tree.map(lambda *steps: np.stack(steps), *seen)
     last_state = (env_state, agent_state)
-    return Roll(env, params, carry[1], trajectory, last_state, truncated_state, env_states)
+    _, trial, agent_state, _ = carry
+    return Roll(
+        env, params, trial, agent_state, trajectory, last_state, truncated_state, env_states
+    )
+
+
+def step_again(rolled):
+    """What `env.step` gives for each step of a rollout: (env_state, reward, terminated), [T, N]."""
+    step = jax.vmap(jax.vmap(functools.partial(rolled.env.step, jax.random.key(0))))
+    return jax.device_get(jax.jit(step)(rolled.env_states, rolled.trajectory.action))
 
 
 def successors(args, rolled):
     """(env_state, agent_state) of [T, N] after each step, before any reset: stepped once more."""
     trajectory = rolled.trajectory
-    step = jax.vmap(jax.vmap(functools.partial(rolled.env.step, jax.random.key(0))))
-    env_state, _, _ = step(rolled.env_states, trajectory.action)
+    env_state, _, _ = step_again(rolled)
     before = rolled.agent_state.rnn_state
     _, _, rnn_states = forward(args, rolled.params, trajectory.inputs, before)
     nobody = jnp.zeros(trajectory.reward.shape, bool)
-    return env_state, script.AgentState(rnn_states, trajectory.action, trajectory.reward, nobody)
+    prev_ended = nobody if args.episodes_per_trial > 1 else ()
+    agent_state = script.AgentState(
+        rnn_states, trajectory.action, trajectory.reward, nobody, prev_ended
+    )
+    return env_state, agent_state
+
+
+def successor_values(args, rolled):
+    """Values [T, N] of what comes after each step, were the episode not over."""
+
+    def value_after(env_state, agent_state):  # of all environments, without any reset
+        obs = jax.vmap(rolled.env.observe)(env_state)
+        inputs = script.Inputs(obs, *agent_state[1:])
+        inputs = jax.tree.map(lambda x: x[None], inputs)
+        return forward(args, rolled.params, inputs, agent_state.rnn_state)[1][0]
+
+    return np.asarray(jax.jit(jax.vmap(value_after))(*successors(args, rolled)))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reset_hidden": False}, {"rnn_num_layers": 2}, {"img_obs": True, "num_steps": 10}],
-    ids=["reset", "no-reset", "two-layers", "pixels"],
+    [{}, {"episodes_per_trial": 3}, {"rnn_num_layers": 2}, {"img_obs": True, "num_steps": 10}],
+    ids=["one-layer", "trials", "two-layers", "pixels"],
 )
 def test_replay_reproduces_the_rollout(monkeypatch, options):
     short_env(monkeypatch)
@@ -225,46 +254,28 @@ def test_the_mission_reaches_the_agent():
     assert size == size_without + script.MISSION_FEATURES
 
 
-@pytest.mark.parametrize("reset", [True, False])
-def test_memory_across_episode_ends(monkeypatch, reset):
+def test_memory_ends_with_the_episode(monkeypatch):
+    """The first step of an episode is the same whatever was before it. (With trials: see below.)"""
     short_env(monkeypatch)
-    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
+    args = script.Args(env_id="Empty-5x5", **SMALL)
     rolled = roll(args)
     params, trajectory = rolled.params, rolled.trajectory
     inputs = jax.device_get(trajectory.inputs)
     done = np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
     np.testing.assert_array_equal(inputs.prev_action[1:], trajectory.action[:-1])
     np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward[:-1])
-    np.testing.assert_array_equal(inputs.start[1:], done & reset)
-    # The first step of an episode is the same whatever was before it, only with resets.
+    np.testing.assert_array_equal(inputs.start[1:], done)
     t, n = np.argwhere(done)[0] + (1, 0)
     first = jax.tree.map(lambda x: x[t : t + 1, n : n + 1], inputs)
     other = first._replace(prev_action=first.prev_action + 1, prev_reward=first.prev_reward + 1)
     _, value, _ = forward(args, params, other, jnp.ones((1, 1, args.rnn_hidden_dim)))
-    assert (abs(value[0, 0] - trajectory.value[t, n]) < 1e-5) == reset
-
-
-@pytest.mark.parametrize("reset", [True, False])
-def test_consecutive_evaluation_episodes(monkeypatch, reset):
-    """With resets a second episode is played like the first; without, memories matter."""
-    short_env(monkeypatch, limit=60)
-    options = dict(eval_consecutive_episodes=2, eval_episodes=64, eval_mode="sampled")
-    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL | options)
-    params = roll(args).params
-    # The same random numbers in both episodes.
-    split = lambda key, num=2: jnp.stack([key] * num)
-    monkeypatch.setattr(script.jax.random, "split", split)
-    evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, jax.random.key(0))
-    lengths = evaluation.episode_length
-    assert lengths.shape == (2, 64) and evaluation.states.position.shape == (2, 61)
-    assert (lengths[0] == lengths[1]).all() == reset
+    assert abs(value[0, 0] - trajectory.value[t, n]) < 1e-5
 
 
 @pytest.mark.parametrize("platform", ["cpu", None])
-@pytest.mark.parametrize("reset", [True, False])
-def test_successor_values_against_brute_force(monkeypatch, reset, platform):
+def test_successor_values_against_brute_force(monkeypatch, platform):
     short_env(monkeypatch)
-    args = script.Args(env_id="Empty-5x5", reset_hidden=reset, **SMALL)
+    args = script.Args(env_id="Empty-5x5", **SMALL)
     rolled = roll(args, platform=platform)
     env, params, trajectory = rolled.env, rolled.params, rolled.trajectory
     assert (np.asarray(trajectory.truncated).sum(0) >= 3).all()  # several windows of the limit
@@ -273,13 +284,7 @@ def test_successor_values_against_brute_force(monkeypatch, reset, platform):
     )
     np.testing.assert_array_equal(value, trajectory.value)
 
-    def value_after(env_state, agent_state):  # of all environments, without any reset
-        obs = jax.vmap(env.observe)(env_state)
-        inputs = script.Inputs(obs, *agent_state[1:])
-        inputs = jax.tree.map(lambda x: x[None], inputs)
-        return forward(args, params, inputs, agent_state.rnn_state)[1][0]
-
-    expected = np.asarray(jax.vmap(value_after)(*successors(args, rolled)))
+    expected = successor_values(args, rolled)
     terminated = np.asarray(trajectory.terminated)  # these have no successor
     np.testing.assert_allclose(next_value[~terminated], expected[~terminated], atol=2e-5)
     truncated = np.asarray(trajectory.truncated)[:-1]
@@ -299,14 +304,16 @@ def test_truncation_follows_the_step_count(monkeypatch):
     assert (count[1:][done[:-1]] == 1).all()
 
 
-@pytest.mark.parametrize("env_id", ["Empty-Random-5x5", "Dynamic-Obstacles-5x5"])
-def test_levels_on_demand_equal_those_made_beforehand(monkeypatch, env_id):
+@pytest.mark.parametrize(
+    "env_id, episodes", [("Empty-Random-5x5", 1), ("Dynamic-Obstacles-5x5", 2)]
+)
+def test_levels_on_demand_equal_those_made_beforehand(monkeypatch, env_id, episodes):
     """A CPU and an accelerator play the same episodes with the same key."""
     short_env(monkeypatch, f"MiniGrid-{env_id}-v0")
-    args = script.Args(env_id=env_id, **SMALL)
+    args = script.Args(env_id=env_id, episodes_per_trial=episodes, **SMALL)
     on_demand, beforehand = roll(args, platform="cpu"), roll(args, platform="gpu")
     done = on_demand.trajectory.terminated | on_demand.trajectory.truncated
-    assert done.sum() >= 3 * args.num_envs
+    assert done.sum() * episodes >= 3 * args.num_envs
 
     def equal(x, y):
         if jnp.issubdtype(x.dtype, jnp.floating):  # two programs may round differently
@@ -315,6 +322,233 @@ def test_levels_on_demand_equal_those_made_beforehand(monkeypatch, env_id):
             np.testing.assert_array_equal(x, y)
 
     jax.tree.map(equal, on_demand[1:], beforehand[1:])  # all but the environment
+
+
+# Trials ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trials():
+    """(args, `Roll`) of trials of three episodes, which lava ends or the time limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        short_env(patch, "MiniGrid-LavaGapS6-v0", limit=6)
+        args = script.Args(
+            env_id="MiniGrid-LavaGapS6-v0",
+            episodes_per_trial=3,
+            gae_lambda=0.9,
+            **SMALL | dict(num_steps=40),
+        )
+        yield args, jax.device_get(roll(args))
+
+
+def ends_of_trials(args, rolled):
+    """By the definition, from the step counts: (ended, done) [T - 1, N], of episodes, of trials."""
+    ended = np.asarray(rolled.env_states.step_count)[1:] == 0
+    count = rolled.trial.episode + np.cumsum(ended, axis=0)  # since the trial before the rollout
+    return ended, ended & (count % args.episodes_per_trial == 0)
+
+
+def test_a_trial_stays_on_its_level(trials):
+    """Each of its episodes begins in the state of the first one; the next trial gets a new one."""
+    args, rolled = trials
+    ended, done = ends_of_trials(args, rolled)
+    assert (ended & ~done).sum() > done.sum() >= 2 * args.num_envs
+    new_levels = 0
+    for n in range(args.num_envs):
+        states = jax.tree.map(lambda x: x[:, n], rolled.env_states)  # noqa: B023
+        start = jax.tree.map(lambda x: x[n], rolled.trial.start_state)  # noqa: B023
+        for t in range(args.num_steps - 1):
+            now = jax.tree.map(lambda x: x[t + 1], states)  # noqa: B023
+            if done[t, n]:
+                new_levels += (now.grid != start.grid).any()
+                start = now
+            elif ended[t, n]:
+                jax.tree.map(np.testing.assert_array_equal, now, start)
+            else:
+                assert now.step_count == states.step_count[t] + 1
+    assert new_levels > done.sum() / 2
+
+
+def test_memory_ends_with_the_trial(trials):
+    """Only there the agent starts anew; at the other ends it is told, and its memory matters."""
+    args, rolled = trials
+    inputs, trajectory = rolled.trajectory.inputs, rolled.trajectory
+    ended, done = ends_of_trials(args, rolled)
+    np.testing.assert_array_equal(inputs.start[1:], done)
+    np.testing.assert_array_equal(inputs.prev_ended[1:], ended)
+    np.testing.assert_array_equal(inputs.prev_action[1:], trajectory.action[:-1])
+    np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward[:-1])
+
+    # Every step as a sequence of its own, with other inputs or without the memory before it.
+    steps = jax.tree.map(lambda x: x[1:].reshape(1, -1, *x.shape[2:]), inputs)
+    _, _, states = forward(args, rolled.params, inputs, rolled.agent_state.rnn_state)
+    states = states[:-1].reshape(-1, *states.shape[2:])
+    others = {
+        "hidden state": (steps, 0 * states),
+        "action": (steps._replace(prev_action=(steps.prev_action + 1) % 7), states),
+        "reward": (steps._replace(prev_reward=steps.prev_reward + 1), states),
+        "end": (steps._replace(prev_ended=~steps.prev_ended), states),
+    }
+    _, value, _ = forward(args, rolled.params, steps, states)
+    for name, other in others.items():
+        change = np.asarray(abs(forward(args, rolled.params, *other)[1] - value))
+        change = change.reshape(ended.shape)
+        assert change[done].max() < 1e-5 < 1e-3 < change[ended & ~done].max(), name
+
+
+def test_advantages_across_the_episodes_of_a_trial(trials):
+    """GAE by its definition: cut at the ends of trials only, with the values of all that follows.
+
+    A_t = sum_k (gamma lambda)^k delta_{t+k} up to the trial's end, where delta ends with 0 if the
+    last episode terminated, with the value of its true last observation if it was truncated.
+    """
+    args, rolled = trials
+    trajectory, states = rolled.trajectory, rolled.env_states
+    values = jax.jit(functools.partial(script.trajectory_values, args, rolled.env))
+    value, next_value = jax.device_get(
+        values(rolled.params, trajectory, rolled.last_state, rolled.truncated_state)
+    )
+    ours = script.compute_gae(
+        trajectory.reward,
+        value,
+        next_value,
+        trajectory.terminated,
+        trajectory.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    ended, done = ends_of_trials(args, rolled)
+    limit = states.step_count[:-1] == rolled.env.max_episode_steps - 1
+    _, _, lava = step_again(rolled)  # or the goal
+    assert (ended == lava[:-1] | limit).all()
+    for end in (lava[:-1], limit & ~lava[:-1]):
+        assert (end & done).sum() >= 3 < (end & ~done).sum()  # all four kinds of ends are met
+    true_last = successor_values(args, rolled)
+    last = np.where(done & lava[:-1], 0.0, np.where(done, true_last[:-1], value[1:]))
+    delta = trajectory.reward[:-1] + args.gamma * last - value[:-1]
+    T = args.num_steps
+    for n in range(args.num_envs):
+        bounds = [0, *(np.flatnonzero(done[:, n]) + 1)]
+        for first, end in zip(bounds, bounds[1:]):  # whole trials, and the rest of one before
+            weights = (args.gamma * args.gae_lambda) ** np.arange(T)
+            expected = [weights[: end - t] @ delta[t:end, n] for t in range(first, end)]
+            np.testing.assert_allclose(ours[first:end, n], expected, atol=2e-5)
+
+
+class WithoutTrials(ast.NodeTransformer):
+    """Takes out of the script's syntax tree what only trials need: branches, fields, arguments."""
+
+    NAMES = ("episodes_per_trial", "trial", "prev_ended", "Trial", "init_trial", "no_ends")
+
+    def without(self, nodes):
+        return [x for x in nodes if getattr(x, "id", getattr(x, "attr", None)) not in self.NAMES]
+
+    def visit_If(self, node):
+        of_trials = any(getattr(x, "attr", None) in self.NAMES for x in ast.walk(node.test))
+        self.generic_visit(node)
+        return node.orelse if of_trials else node
+
+    def visit_Call(self, node):
+        node.keywords = [x for x in node.keywords if x.arg not in self.NAMES]
+        node.args = self.without(node.args)
+        return self.generic_visit(node)
+
+    def visit_Tuple(self, node):
+        node.elts = self.without(node.elts)
+        return self.generic_visit(node)
+
+    def visit_arguments(self, node):
+        node.args = [x for x in node.args if x.arg not in self.NAMES]
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node):
+        return None if node.target.id in self.NAMES else self.generic_visit(node)
+
+    def visit_FunctionDef(self, node):
+        return None if node.name in self.NAMES else self.generic_visit(node)
+
+    visit_ClassDef = visit_FunctionDef
+
+
+@pytest.mark.parametrize("platform", ["cpu", None])
+def test_one_episode_a_trial_is_the_program_without_trials(tmp_path, platform):
+    """With E = 1 the update lowers to the same text as that of a script that has no trials."""
+    tree = WithoutTrials().visit(ast.parse(pathlib.Path(script.__file__).read_text()))
+    path = tmp_path / "without_trials.py"
+    path.write_text(ast.unparse(tree))
+    plain = load(path)
+    assert not hasattr(plain, "Trial") and not hasattr(plain.Args(), "episodes_per_trial")
+
+    def lowered(module, **options):
+        args = module.Args(env_id="MiniGrid-Empty-5x5-v0", **SMALL, **options)
+        state = jax.eval_shape(functools.partial(module.init_train_state, args), jax.random.key(0))
+        update = jax.jit(functools.partial(module.update, args, platform=platform))
+        return update.lower(state).as_text()
+
+    ours = lowered(script)
+    assert ours == lowered(plain)
+    assert ours != lowered(script, episodes_per_trial=2)
+
+
+def test_evaluation_plays_trials(monkeypatch):
+    """All episodes of eight trials, step by step in Python, as `evaluate` has them."""
+    short_env(monkeypatch, "MiniGrid-LavaGapS6-v0", limit=12)
+    options = SMALL | dict(episodes_per_trial=3, eval_episodes=8, eval_mode="sampled")
+    args = script.Args(env_id="MiniGrid-LavaGapS6-v0", **options)
+    env = script.make_env(args)
+    params = jax.jit(lambda key: script.init_agent(args, key, env))(jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(1), x.shape), params)
+    key = jax.random.key(2)
+    evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, key)
+    reset_key, episodes_key = jax.random.split(key)
+    starts = jax.jit(jax.vmap(env.reset))(jax.random.split(reset_key, 8))
+
+    @jax.jit
+    def step(state, agent_state, key):
+        inputs = script.make_inputs(env, state, agent_state)
+        dist, _, rnn_state = script.forward_step(args, params, inputs, agent_state.rnn_state)
+        action = dist.sample(key)
+        state, reward, terminated = jax.vmap(env.step)(jax.random.split(key, 8), state, action)
+        return state, reward, terminated, rnn_state, action
+
+    agent_state, nobody = script.init_agent_state(args, 8), jnp.zeros(8, bool)
+    for episode, episode_key in enumerate(jax.random.split(episodes_key, 3)):
+        action_key, _ = jax.random.split(episode_key)
+        running, state, returns, lengths = np.ones(8, bool), starts, np.zeros(8), np.zeros(8)
+        for t in range(12):
+            drawing_key = jax.random.fold_in(action_key, t)
+            state, reward, terminated, rnn_state, action = step(state, agent_state, drawing_key)
+            now = script.AgentState(rnn_state, action, reward, nobody, nobody)
+            agent_state = script.where_done(running, now, agent_state)
+            returns, lengths = returns + running * np.asarray(reward), lengths + running
+            running = running & ~np.asarray(terminated)
+        np.testing.assert_allclose(evaluation.episode_return[episode], returns, rtol=1e-6)
+        np.testing.assert_array_equal(evaluation.episode_length[episode], lengths)
+        agent_state = agent_state._replace(prev_ended=~nobody)
+        assert 2 <= (lengths < 12).sum() < 8  # lava and time limit
+
+
+def test_trials_from_the_command_line(tmp_path, capsys):
+    """A short run: success by episode; --eval may play more episodes, but not a single one."""
+    options = dict(episodes_per_trial=2, env_id="MiniGrid-Empty-5x5-v0", total_timesteps=512)
+    run_dir = run_main(script, tmp_path, **options)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["eval_episodes"] == 2 * 4
+    assert len(scalars(run_dir)["losses/grad_norm"]) == 4
+    rates = summary["trial_episodes"]["success_rate"]
+    assert len(rates) == 2 and np.mean(rates) == summary["success_rate"]
+    _, state = script.load_run(run_dir)
+    assert state.trial.episode.shape == (1, 8) and state.agent_state.prev_ended.shape == (1, 8)
+
+    words = words_of(eval=run_dir, videos_dir=tmp_path / "videos")
+    capsys.readouterr()
+    script.main([*words, "--episodes-per-trial", "3"])
+    rates = json.loads((run_dir / "eval.json").read_text())["trial_episodes"]["success_rate"]
+    assert ", ".join(f"{rate:.3f}" for rate in rates) in capsys.readouterr().out and len(rates) == 3
+    with pytest.raises(script.RunError, match="does not fit"):
+        script.main([*words, "--episodes-per-trial", "1"])
+    with pytest.raises(script.UsageError, match="--episodes-per-trial 3: this run has 2"):
+        script.parse_args([f"--resume={run_dir}", "--episodes-per-trial=3"])
 
 
 # Loss -----------------------------------------------------------------------------------------
@@ -406,8 +640,9 @@ def test_loss_gradient_equals_finite_differences(monkeypatch, clip_vloss):
 
 
 def test_four_devices_equal_one():
-    """Two updates with normalised advantages, environments on four devices or on one."""
+    """Two updates with normalised advantages, environments on four devices or on one; in trials."""
     options = SMALL | dict(num_minibatches=4, norm_adv=True, total_timesteps=16 * 24 * 2)
+    options |= dict(episodes_per_trial=2)
     results = []
     for num_devices in (1, 4):
         args = script.Args(env_id="DoorKey-5x5", num_devices=num_devices, **options)
@@ -500,3 +735,10 @@ def test_unknown_environment_names_the_nearest():
     with pytest.raises(script.UsageError, match="MiniGrid-DoorKey-6x6-v0"):
         script.parse_args(["--env-id", "DorKey-6x6"])
     assert script.parse_args(["--env-id", "MemoryS9"]).env_id == "MiniGrid-MemoryS9-v0"
+
+
+def test_xland_needs_a_package(monkeypatch):
+    """What is in it is tested in test_xland.py, where it is installed."""
+    monkeypatch.setitem(sys.modules, "xminigrid", None)
+    with pytest.raises(script.UsageError, match="XLand-MiniGrid-R1-9x9 .*pip install xminigrid"):
+        script.parse_args(["--env-id", "XLand-MiniGrid-R1-9x9"])
