@@ -1,6 +1,9 @@
 """The adapter to XLand-MiniGrid against xminigrid itself: steps, tasks, trials, usage errors."""
 
+import bz2
 import functools
+import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -145,3 +148,20 @@ def test_usage_errors(task_file, tmp_path):
         with pytest.raises(script.UsageError, match=message) as error:
             script.parse_args(words_of(**options))
         assert "\n" not in str(error.value)
+
+
+def test_a_task_file_calls_nothing(tmp_path):
+    """A pickle may name any function to be called; one that asks for more than arrays is refused."""
+
+    class Malicious:
+        def __reduce__(self):
+            return pathlib.Path.touch, (tmp_path / "called",)
+
+    with bz2.open(tmp_path / "tasks", "wb") as file:
+        pickle.dump({"goals": Malicious()}, file)
+    with pytest.raises(script.UsageError, match="which no array needs"):
+        script.load_rulesets(str(tmp_path / "tasks"))
+    assert not (tmp_path / "called").exists()
+    with bz2.open(tmp_path / "tasks") as file:
+        pickle.load(file)  # it would have been called
+    assert (tmp_path / "called").exists()
