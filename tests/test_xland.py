@@ -151,7 +151,7 @@ def test_usage_errors(task_file, tmp_path):
 
 
 def test_a_task_file_calls_nothing(tmp_path):
-    """A pickle may name any function to be called; one that asks for more than arrays is refused."""
+    """A pickle may name any function to be called; what asks for more than arrays is refused."""
 
     class Malicious:
         def __reduce__(self):
