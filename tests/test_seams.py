@@ -6,6 +6,7 @@ Everything here holds one agent's functions against runs of their own.
 import ast
 import dataclasses
 import doctest
+import functools
 import json
 import pathlib
 
@@ -13,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import edited_copy, having, load, once, quick_args, quick_words, run_of, words_of
+from conftest import (
+    USUAL_COMPILATION,
+    edited_copy,
+    having,
+    load,
+    once,
+    quick_args,
+    quick_words,
+    run_of,
+    words_of,
+)
 
 
 def close(ours, expected, tolerance=1e-5):
@@ -40,33 +51,21 @@ def short_args(script, updates=1, **options):
 
 @having("train")
 def test_train_equals_its_steps(script):
-    """Three updates in one program: state and metrics of `make_train_step` called three times."""
+    """Three updates in one program: state and metrics of `make_train_step` called three times.
+
+    That compiles once for the state of `jit(init_train_state)` and for its own; it donates both.
+    """
     args, key = short_args(script, updates=3), jax.random.key(0)
     state, metrics = jax.jit(script.train, static_argnums=0)(args, key)
     expected = jax.jit(script.init_train_state, static_argnums=0)(args, key)
     train_step = script.make_train_step(args)
     for update in range(3):
+        before = jax.tree.leaves(expected.params)
         expected, row = train_step(expected)
+        assert all(leaf.is_deleted() for leaf in before)
         close({tag: value[update] for tag, value in metrics.items()}, row, 1e-4)
     close(state, expected, 1e-4)
-
-
-@having("train")
-def test_sweep_over_learning_rates_and_seeds(script):
-    """`jit(vmap(train))` over two rates times two seeds: each agent is that of its own run."""
-    args = short_args(script)
-
-    def agent(learning_rate, key):
-        return script.train(dataclasses.replace(args, learning_rate=learning_rate), key)
-
-    rates = jnp.repeat(jnp.array([1e-4, 1e-3]), 2)  # Adam scales rounding by its rate
-    keys = jnp.tile(jax.vmap(jax.random.key)(jnp.arange(2)), 2)
-    together = jax.jit(jax.vmap(agent))(rates, keys)
-    alone = jax.jit(agent)
-    for i in range(4):
-        close(jax.tree.map(lambda x: x[i], together), alone(rates[i], keys[i]))  # noqa: B023
-    norms = np.asarray(together[1]["losses/grad_norm"])
-    assert len(np.unique(norms)) == 4  # four agents, none twice
+    assert train_step._cache_size() == 1
 
 
 FLOATS = dict(  # value of the base run, another value
@@ -82,39 +81,41 @@ FLOATS = dict(  # value of the base run, another value
 
 
 @having("train")
-def test_sweep_over_every_float(script):
-    """Each float of `Args` in turn has another value, all as tracers of one program.
+def test_sweep_over_every_float_and_seeds(script):
+    """`jit(vmap(train))`: each float of `Args` in turn has another value, and so has the key.
 
-    Every agent equals a run whose floats are Python numbers, and every float has an effect.
+    Every agent equals a run of its own, also one whose floats are Python numbers, and every float
+    has an effect.
     """
     args = short_args(script, num_minibatches=2, clip_vloss=True, norm_adv=True)
     fields = [f.name for f in dataclasses.fields(args) if f.type in (float, "float")]
     others = {name: (getattr(args, name), 0.5 * getattr(args, name)) for name in fields}
     values = others | FLOATS
     assert FLOATS.keys() <= set(fields)
-    rows = [{name: base for name, (base, _) in values.items()}]
-    rows += [rows[0] | {name: other} for name, (_, other) in values.items()]
-    key = jax.random.key(0)
-
-    def agent(floats):
-        return script.train(dataclasses.replace(args, **floats), key)
-
-    together = jax.jit(jax.vmap(agent))(
-        {name: jnp.array([row[name] for row in rows]) for name in values}
-    )
-    one_by_one = jax.jit(agent)  # floats are tracers here too, but of one agent
-    agents = [jax.tree.map(lambda x: x[i], together) for i in range(len(rows))]  # noqa: B023
-    for row, ours in zip(rows, agents, strict=True):
-        close(ours, one_by_one({name: jnp.float32(value) for name, value in row.items()}))
-    assert one_by_one._cache_size() == 1
+    base = {name: value for name, (value, _) in values.items()}
+    rows = [(base, 0)] + [(base | {name: other}, 0) for name, (_, other) in values.items()]
+    other_rate = 1 + list(values).index("learning_rate")
     everything = {name: other for name, (_, other) in values.items()}
-    for row in (rows[0], everything):
-        expected = jax.jit(lambda row=row: agent(row))()
-        close(one_by_one({name: jnp.float32(value) for name, value in row.items()}), expected)
-    base = jax.tree.leaves(agents[0][0].params)
-    for name, ours in zip(values, agents[1:], strict=True):
+    rows += [(floats, 1) for floats in (base, rows[other_rate][0], everything)]
+
+    def agent(floats, seed):
+        return script.train(dataclasses.replace(args, **floats), jax.random.key(seed))
+
+    columns = {name: jnp.array([floats[name] for floats, _ in rows]) for name in values}
+    together = jax.jit(jax.vmap(agent))(columns, jnp.array([seed for _, seed in rows]))
+    alone = jax.jit(agent)  # floats are tracers here too, but of one agent
+    agents = [jax.tree.map(lambda x: x[i], together) for i in range(len(rows))]  # noqa: B023
+    for (floats, seed), ours in zip(rows, agents, strict=True):
+        floats = {name: jnp.float32(value) for name, value in floats.items()}
+        close(ours, alone(floats, jnp.int32(seed)))
+    assert alone._cache_size() == 1
+    close(agents[-1], jax.jit(functools.partial(agent, everything))(jnp.int32(1)))
+    norms = np.asarray(together[1]["losses/grad_norm"])
+    assert len(np.unique(norms[[0, other_rate, -3, -2]])) == 4  # two rates, two seeds
+    unchanged = jax.tree.leaves(agents[0][0].params)
+    for name, ours in zip(values, agents[1:]):
         leaves = jax.tree.leaves(ours[0].params)
-        assert any((x != y).any() for x, y in zip(base, leaves, strict=True)), name
+        assert any((x != y).any() for x, y in zip(unchanged, leaves, strict=True)), name
 
 
 @having("train")
@@ -133,13 +134,15 @@ def test_start_under_jit_and_vmap(script):
 
 @having("train")
 def test_jitted_update_equals_op_by_op(script):
-    """Fusions of XLA, some of which were wrong (jax-ml/jax#39103), against single operations."""
-    args = short_args(script, num_envs=4, num_steps=6, num_minibatches=2, update_epochs=1)
+    """Fusions of XLA, some of which were wrong (jax-ml/jax#39103), against single operations.
+
+    Once as users compile them.
+    """
+    args = short_args(script, num_envs=4, num_steps=3, num_minibatches=2, update_epochs=1)
     state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
-    together = jax.jit(lambda state: script.update(args, state))(state)
-    batched = jax.jit(jax.vmap(lambda state: script.update(args, state)))(
-        jax.tree.map(lambda x: jnp.stack([x, x]), state)
-    )
+    update = functools.partial(script.update, args)
+    together = jax.jit(update, compiler_options=USUAL_COMPILATION)(state)
+    batched = jax.jit(jax.vmap(update))(jax.tree.map(lambda x: jnp.stack([x, x]), state))
     with jax.disable_jit():
         expected = script.update(args, state)
     close(together, expected)
@@ -147,48 +150,29 @@ def test_jitted_update_equals_op_by_op(script):
 
 
 @having("train")
-def test_train_step_compiles_once(script):
-    """For the state of `jit(init_train_state)` and for its own; both are donated."""
-    args = short_args(script, updates=3)
-    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
-    train_step = script.make_train_step(args)
-    for _ in range(3):
-        before = jax.tree.leaves(state.params)
-        state, _ = train_step(state)
-        assert all(leaf.is_deleted() for leaf in before)
-    assert train_step._cache_size() == 1
+def test_train_chunk_compiles_once(script, tmp_path):
+    """For the state of `init_agents`, for its own, for a checkpoint's, and for any length.
 
-
-@having("train")
-def test_train_chunk_compiles_once(script):
-    """For the state of `init_agents`, for its own, for a checkpoint's, and for any length."""
+    A checkpoint goes on as the state itself does, bit for bit; all are donated.
+    """
     args = short_args(script, updates=9, num_seeds=2)
-    train_chunk, state = script.make_train_chunk(args), script.init_agents(args)
-    for length in (1, 2, 1):
-        before = jax.tree.leaves(state.params)
-        state, metrics = train_chunk(state, jnp.int32(length))
-        assert all(leaf.is_deleted() for leaf in before)
-    assert train_chunk._cache_size() == 1
-    assert metrics["losses/policy_loss"].shape == (script.chunk_size(args), 2)
-    assert np.asarray(state.update).tolist() == [4, 4]
-
-
-@having("train")
-def test_train_chunk_takes_a_loaded_state(script, tmp_path):
-    """A checkpoint's arrays lie as those of `init_agents`: no second compilation."""
-    args = short_args(script, updates=9)
     train_chunk, state = script.make_train_chunk(args), script.init_agents(args)
     state, _ = train_chunk(state, jnp.int32(1))
     script.save_checkpoint(tmp_path, state)
     loaded = script.load_checkpoint(args, tmp_path)
     close(loaded, state, 0)
-    expected, _ = train_chunk(state, jnp.int32(2))
-    ours, _ = train_chunk(loaded, jnp.int32(2))
-    close(ours, expected, 0)
+    results = []
+    for before in (state, loaded):
+        after, metrics = train_chunk(before, jnp.int32(2))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
+        results.append((after, metrics))
+    close(*results, 0)
     assert train_chunk._cache_size() == 1
+    assert metrics["losses/policy_loss"].shape == (script.chunk_size(args), 2)
+    assert np.asarray(after.update).tolist() == [3, 3]
 
 
-@having("init_mlp", "train")
+@once("make_train_step")
 def test_replaced_functions_count(script, monkeypatch):
     """Jits are made anew: a `forward` or `make_env` replaced after a first run is used."""
     args = short_args(script)
@@ -304,10 +288,14 @@ def with_fields(script, path, future=False):
     return copy
 
 
+NEW = dict(optimizer="sgd", hidden_sizes=(32, 16), warmup=3, log_std_init=-1.5, note="x y")
+
+
 @having("train")
 @pytest.mark.parametrize("future", [False, True])
+@pytest.mark.quick
 def test_fields_of_any_type(script, future, tmp_path, capsys):
-    """Fields that a user adds to `Args`: shown by --help, saved, loaded, resumed; also a sweep."""
+    """Fields that a user adds to `Args`: shown by --help, parsed, saved and loaded."""
     mine = with_fields(script, tmp_path / f"mine_{future}.py".lower(), future)
     with pytest.raises(SystemExit) as exit:
         mine.main(["--help"])
@@ -315,39 +303,34 @@ def test_fields_of_any_type(script, future, tmp_path, capsys):
     assert exit.value.code == 0
     for flag in ("--optimizer", "--hidden-sizes", "--warmup", "--log-std-init", "--note"):
         assert flag in text
+    args = mine.parse_args(quick_words(mine, tmp_path, **NEW))
+    assert {name: getattr(args, name) for name in NEW} == NEW
+    hash(args)  # static under jit
+    for saved in (args, mine.Args(hidden_sizes=()), mine.Args(hidden_sizes=(7,))):
+        mine.write_json(tmp_path / "args.json", vars(saved))
+        assert mine.load_args(tmp_path) == saved
 
-    new = dict(optimizer="sgd", hidden_sizes=(32, 16), warmup=3, log_std_init=-1.5, note="x y")
+    script.write_json(tmp_path / "args.json", vars(quick_args(script)))  # a run of the original
+    args = mine.load_args(tmp_path)
+    assert args.hidden_sizes == (64, 64) and args.num_steps == quick_args(script).num_steps
+
+
+@once("load_run")
+@pytest.mark.parametrize("future", [False, True])
+def test_runs_with_new_fields(script, future, tmp_path):
+    """They are saved with a run and loaded again, and cannot change when it is resumed."""
+    mine = with_fields(script, tmp_path / f"mine_{future}.py".lower(), future)
     steps = 2 * quick_args(script).batch_size
-    mine.main(quick_words(mine, tmp_path, total_timesteps=steps, **new))
+    mine.main(quick_words(mine, tmp_path, total_timesteps=steps, **NEW))
     run_dir = run_of(tmp_path)
     saved = json.loads((run_dir / "args.json").read_text())
-    assert {name: saved[name] for name in new} == new | {"hidden_sizes": [32, 16]}
+    assert {name: saved[name] for name in NEW} == NEW | {"hidden_sizes": [32, 16]}
     args, state = mine.load_run(run_dir)
-    assert {name: getattr(args, name) for name in new} == new
+    assert {name: getattr(args, name) for name in NEW} == NEW
     assert np.asarray(state.update).tolist() == [2]
     assert mine.parse_args(words_of(resume=run_dir)).hidden_sizes == (32, 16)
     with pytest.raises(mine.UsageError, match="--hidden-sizes"):
         mine.parse_args(words_of(resume=run_dir, hidden_sizes=(32, 17)))
-    hash(args)  # static under jit
-
-
-@having("train")
-@pytest.mark.parametrize("sizes", [(), (7,)])
-def test_tuples_survive_saving(script, sizes, tmp_path):
-    """Also an empty one."""
-    mine = with_fields(script, tmp_path / f"mine_{len(sizes)}.py")
-    args = mine.Args(hidden_sizes=sizes)
-    mine.write_json(tmp_path / "args.json", vars(args))
-    assert mine.load_args(tmp_path) == args
-
-
-@having("train")
-def test_copy_with_more_fields_loads_runs_of_the_original(script, tmp_path):
-    """The new fields have their defaults."""
-    mine = with_fields(script, tmp_path / "mine_more.py")
-    script.write_json(tmp_path / "args.json", vars(quick_args(script)))
-    args = mine.load_args(tmp_path)
-    assert args.hidden_sizes == (64, 64) and args.num_steps == quick_args(script).num_steps
 
 
 @once("init_mlp")
