@@ -3,6 +3,7 @@
     python benchmarks/sps.py                     # every script, by default and to compare
     python benchmarks/sps.py --compare           # beside Rejax, Stable-Baselines3 and SBX
     python benchmarks/sps.py --compare --purejaxrl FOLDER  # and PureJaxRL, a clone of it
+    python benchmarks/sps.py --xland FOLDER      # MiniGrid beside XLand-MiniGrid, a clone of it
     python benchmarks/sps.py --scaling num-envs  # 1 .. 65,536 environments; also: num-seeds
     python benchmarks/sps.py --env-only          # MiniGrid alone, beside xminigrid; also: --stack
     python benchmarks/sps.py --atari             # emulators alone, network alone, the whole
@@ -31,6 +32,7 @@ import pathlib
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import unittest.mock
 
@@ -63,6 +65,7 @@ PEER_ENVIRONMENTS = {
     "FourRooms": "FourRooms",
     "MemoryS9": "MemoryS8",
 }
+XLAND_TASK = "XLand-MiniGrid-R1-9x9"  # for `--xland`, with a trivial task
 # Sizes that fill a GPU; the last ones are the setting of the notebook that the MiniGrid script
 # succeeds.
 LARGE = [
@@ -295,13 +298,21 @@ def rollout_alone(num_pools, **changes):
     return run, facts
 
 
-def xminigrid_env(env_id, num_envs, stack):
-    """`timed_steps` of one of xminigrid's environments."""
+def xminigrid_task(env_id, task_file):
+    """xminigrid's environment, which resets by itself, and its parameters with the file's task."""
     import xminigrid
+    from xminigrid.benchmarks import load_benchmark_from_path
     from xminigrid.wrappers import GymAutoResetWrapper
 
     env, params = xminigrid.make(env_id)
-    env = GymAutoResetWrapper(env)
+    if task_file is not None:
+        params = params.replace(ruleset=load_benchmark_from_path(task_file).get_ruleset(0))
+    return GymAutoResetWrapper(env), params
+
+
+def xminigrid_env(env_id, num_envs, stack, task_file=None):
+    """`timed_steps` of one of xminigrid's environments."""
+    env, params = xminigrid_task(env_id, task_file)
 
     def step(timestep, key):
         action = jax.random.randint(key, (num_envs,), 0, env.num_actions(params))
@@ -430,6 +441,45 @@ def purejaxrl_ppo(folder):
     return run, facts
 
 
+def xland_ppo(folder, task_file, **changes):
+    """XLand-MiniGrid's own trainer of a single task, in the setting of COMPARED.
+
+    It is in its repository, but not in the package. Its program trains from scratch and evaluates
+    after every update: here a single episode. What it imports for its command line and for logging
+    is left out.
+    """
+    for name in ("pyrallis", "wandb"):
+        sys.modules[name] = unittest.mock.MagicMock()
+    sys.path.insert(0, str(folder / "training"))
+    import train_single_task as trainer
+    from xminigrid.wrappers import DirectionObservationWrapper
+
+    iterations = 2
+    shape = COMPARED["ppo_minigrid_rnn"] | changes
+    names = "num_envs num_steps update_epochs num_minibatches rnn_hidden_dim head_hidden_dim"
+    config = trainer.TrainConfig(
+        env_id=XLAND_TASK,
+        total_timesteps=iterations * shape["num_envs"] * shape["num_steps"],
+        eval_episodes=1,
+        **{name: shape[name] for name in names.split()},
+    )
+    key, _, _, rnn_state, state = trainer.make_states(config)
+    env, params = xminigrid_task(XLAND_TASK, task_file)
+    train = trainer.make_train(DirectionObservationWrapper(env), params, config)
+    on_one_device = jax.tree.map(lambda x: jnp.asarray(x)[None], (key, state, rnn_state))
+    start = time.perf_counter()
+    train = train.lower(*on_one_device).compile()
+    facts = {"compile_seconds": time.perf_counter() - start}
+
+    def run():
+        start = time.perf_counter()
+        jax.block_until_ready(train(*on_one_device))
+        return config.total_timesteps / (time.perf_counter() - start)
+
+    run()
+    return run, facts
+
+
 def sb3_like(library):
     """PPO of "stable_baselines3" or "sbx" in the setting of COMPARED."""
     from stable_baselines3.common.env_util import make_vec_env
@@ -490,6 +540,19 @@ def candidates(choice, fields):
                 make = functools.partial(xminigrid_env, f"MiniGrid-{peer_id}", *options)
                 group.append((f"xminigrid {peer_id}", make))
             yield group
+    elif choice.xland:
+        from xland_tasks import write_tasks
+
+        name, task_file = "ppo_minigrid_rnn", f"{tempfile.mkdtemp()}/task"
+        write_tasks(task_file, 1)
+        task = COMPARED[name] | dict(env_id=XLAND_TASK, benchmark_id=task_file, ruleset_id=0)
+        num_envs = fields.get("num_envs", task["num_envs"])
+        alone = functools.partial(xminigrid_env, XLAND_TASK, num_envs, False, task_file)
+        yield [
+            (f"{name} {XLAND_TASK}", functools.partial(ours, name, **task | fields)),
+            ("its own trainer", functools.partial(xland_ppo, choice.xland, task_file, **fields)),
+            ("its environment alone", alone),
+        ]
     elif choice.large:  # alone: all at once would not fit into memory
         for name, changes in LARGE:
             shape = "num_envs num_steps rnn_hidden_dim".split()
@@ -545,6 +608,7 @@ def parse_args():
     flag("--atari", help="measure what an Atari step's time consists of")
     flag("--large", help="sizes that fill a GPU, one after the other")
     option = parser.add_argument
+    option("--xland", type=pathlib.Path, help="measure a clone of XLand-MiniGrid's repository")
     option("--purejaxrl", type=pathlib.Path, help="with --compare: a clone of its repository")
     option(
         "--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four"
@@ -569,7 +633,9 @@ def main():
         for name, (rounds, facts) in measured.items():
             row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, **facts}
             text = f"{name:36s} {row['sps']:14,.0f} SPS, compiled in {row['compile_seconds']:.1f} s"
-            if choice.compare or choice.env_only:  # how much faster the first of the group is
+            if (
+                choice.compare or choice.env_only or choice.xland
+            ):  # how much faster the first of the group is
                 base, (base_rounds, _) = next(iter(measured.items()))
                 factor = statistics.median(a / b for a, b in zip(base_rounds, rounds))
                 row |= {"base": base, "base_is_faster": factor}

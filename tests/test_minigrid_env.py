@@ -719,3 +719,45 @@ def test_ended_episodes_get_levels_of_their_own(env_id, share):
         )
         repeated = len(whole) - len(np.unique(whole, axis=0))
         assert repeated == 0
+
+
+# Trials -----------------------------------------------------------------------------------------
+
+
+def test_trials_equal_resets_with_the_same_seed():
+    """A rollout in one long trial, its actions played again in Farama's environments.
+
+    Where an episode ends, they are reset with the seed of the trial.
+    """
+    num_envs, limit, env_id = 8, 15, "MiniGrid-LavaGapS5-v0"
+    env = script.dataclasses.replace(script.find_env(env_id), max_episode_steps=limit)
+    sizes = dict(num_envs=num_envs, num_steps=64, rnn_hidden_dim=8, head_hidden_dim=8)
+    args = script.Args(env_id=env_id, episodes_per_trial=1000, **sizes)
+    references = [gymnasium.make(env_id, max_steps=limit).unwrapped for _ in range(num_envs)]
+    observations = [game.reset(seed=n)[0] for n, game in enumerate(references)]
+    start = jax.tree.map(jnp.asarray, stack([state_of(game) for game in references]))
+    carry = start, script.init_trial(args, start), script.init_agent_state(args, num_envs)
+
+    @jax.jit
+    def play(key):
+        params = script.init_agent(args, key, env)
+        stats = script.init_episode_stats(num_envs)
+        _, _, _, _, trajectory, _ = script.rollout(args, env, params, *carry, stats, key)
+        return trajectory
+
+    trajectory = jax.device_get(play(jax.random.key(0)))
+    assert not (trajectory.terminated | trajectory.truncated).any()  # the trial goes on
+    seen = Counter()
+    for n, game in enumerate(references):
+        obs, ended = observations[n], False
+        for t in range(args.num_steps):
+            inputs = jax.tree.map(lambda x: x[t, n], trajectory.inputs)  # noqa: B023
+            np.testing.assert_array_equal(inputs.obs["image"], obs["image"])
+            assert (inputs.obs["direction"], inputs.prev_ended) == (obs["direction"], ended)
+            obs, reward, terminated, truncated, _ = game.step(trajectory.action[t, n])
+            np.testing.assert_allclose(trajectory.reward[t, n], reward, atol=1e-6)
+            ended = terminated or truncated
+            seen.update(terminated=terminated, truncated=truncated)
+            if ended:
+                obs, _ = game.reset(seed=n)
+    assert seen["terminated"] and seen["truncated"], seen
