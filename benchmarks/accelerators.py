@@ -984,7 +984,7 @@ SETTINGS = {
         "--env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 --num-steps 16 "
         "--update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 --norm-adv "
         "--ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 "
-        "--head-hidden-dim 256 --no-reset-hidden",
+        "--head-hidden-dim 256",
     ),
     "Atari 128 x 128": ("ppo_atari_envpool_xla_jax", "--num-envs 128"),
 }
