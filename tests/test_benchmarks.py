@@ -172,17 +172,23 @@ def test_default_runs(tmp_path):
 
 @pytest.mark.parametrize("flag", [[], ["--cut"], ["--img-obs"]])
 def test_minigrid_learning(flag, tmp_path):
-    """Success in both programs' environments after a very short training."""
+    """Success in both programs' environments after a very short training, once in trials."""
     pytest.importorskip("minigrid")
-    small = dict(num_envs=8, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
+    num_episodes = 2 if flag == ["--cut"] else 1  # of a trial
+    small = dict(episodes_per_trial=num_episodes)
+    small |= dict(num_envs=8, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
     words = ["Empty-8x8", *flag, "--total-timesteps", "128", "--episodes", "6"]
     words += ["--eval-mode", "sampled", "--folder", tmp_path, "--out", tmp_path / "out.json"]
     run("minigrid_learning", *words, "--", *words_of(**small))
     (result,) = json.loads((tmp_path / "out.json").read_text()).values()
-    assert result["total_timesteps"] == 128 and result["eval_episodes"] == 6
+    assert result["total_timesteps"] == 128 and result["eval_episodes"] == 6 * num_episodes
     assert result["args"]["env_id"] == "MiniGrid-Empty-8x8-v0"
     for name in ("success_rate", "farama_success_rate"):
-        assert result[name] * 6 == pytest.approx(round(result[name] * 6))
+        successes = result[name] * 6 * num_episodes
+        assert successes == pytest.approx(round(successes))
+        if num_episodes > 1:
+            by_episode = result[name.replace("success", "trial_success") + "s"]
+            assert np.mean(by_episode) == pytest.approx(result[name]) and len(by_episode) == 2
 
 
 def test_cut_recurrence():
