@@ -23,6 +23,11 @@ Where memory decides, and more exploration is needed:
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
+Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
+
+    python ppo_minigrid_rnn.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-21k \
+        --episodes-per-trial 4
+
 The setting of the notebook that this script succeeds, for comparisons:
 
     python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 \
@@ -33,7 +38,8 @@ The setting of the notebook that this script succeeds, for comparisons:
 (But for one thing: that one never forgot, not even where a new level began.)
 
 The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
-function collapse: same ids, encoding, rules, missions and distributions of levels.
+function collapse: same ids, encoding, rules, missions and distributions of levels. `XLand` adds
+those of XLand-MiniGrid.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
@@ -1665,7 +1671,8 @@ class XLand:
     A task there is a ruleset: a goal, the things that lie about, and rules by which some become
     others when they come near each other or to the agent. The agent observes none of the rules, nor
     the goal: only the reward tells what they are. To find that out in the first episode and use it
-    in the next ones is what trials are for. https://github.com/dunnolab/xland-minigrid
+    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
+    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
 
     | what        | value                                                                        |
     | ----------- | ---------------------------------------------------------------------------- |
