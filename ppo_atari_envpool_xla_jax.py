@@ -1284,7 +1284,8 @@ def make_train_chunk(args, envs):
     first, the rest is zero. The pool must outlive it.
     """
     mesh = make_mesh(args)
-    update_agents = spread_update(args, envs)
+    # Inlined, it compiles to the same program, but is traced once for both of its uses below.
+    update_agents = jax.jit(spread_update(args, envs), inline=True)
 
     def train_chunk(state, num_updates):
         def one_update(i, carry):

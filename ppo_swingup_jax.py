@@ -1282,6 +1282,9 @@ def make_train_chunk(args):
         layout = dict(mesh=mesh, in_specs=jax.P(DEVICES), out_specs=jax.P(DEVICES))
         update_agents = jax.shard_map(update_agents, **layout, check_vma=False)
 
+    # Inlined, it compiles to the same program, but is traced once for both of its uses below.
+    update_agents = jax.jit(update_agents, inline=True)
+
     def train_chunk(state, num_updates):
         def one_update(i, carry):
             state, log = carry
