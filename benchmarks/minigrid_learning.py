@@ -47,6 +47,22 @@ RESULTS = ROOT / "benchmarks" / "results" / "minigrid_learning.json"
 MEMORY = dict(
     num_envs=256, num_steps=64, num_minibatches=8, gae_lambda=0.95, norm_adv=True, ent_coef=0.03
 )
+# Where random play succeeds in some percent of the episodes, and what is to be learned is which
+# thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
+MISSION = dict(norm_adv=True, ent_coef=0.01)
+# Where random play hardly ever succeeds: the bonus for what is new leads there.
+EXPLORE = dict(
+    num_envs=256,
+    num_steps=64,
+    num_minibatches=8,
+    update_epochs=2,
+    gamma=0.99,
+    gae_lambda=0.95,
+    norm_adv=True,
+    ent_coef=0.01,
+    count_bonus=True,
+    int_coef=0.005,
+)
 RUNS = {
     "Empty-8x8": dict(),
     "Empty-16x16": dict(total_timesteps=400_000),
@@ -59,6 +75,14 @@ RUNS = {
     "FourRooms": dict(total_timesteps=5_000_000),
     "MemoryS9": dict(MEMORY, total_timesteps=4_000_000),
     "MemoryS13": dict(MEMORY, total_timesteps=8_000_000),
+    "MultiRoom-N4-S5-v1": dict(EXPLORE, total_timesteps=2_000_000),
+    "ObstructedMaze-1Dlh": dict(EXPLORE, total_timesteps=3_000_000),
+    "KeyCorridorS3R3": dict(EXPLORE, total_timesteps=3_000_000),
+    "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=8_000_000),
+    "Fetch-5x5-N2": dict(MISSION, total_timesteps=1_000_000),
+    "GoToDoor-5x5": dict(MISSION, total_timesteps=600_000),
+    "GoToObject-6x6-N2": dict(MISSION, total_timesteps=1_000_000),
+    "PutNear-6x6-N2": dict(MISSION, total_timesteps=1_500_000),
     # With MEMORY's entropy it had learned nothing after a million steps.
     "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
     "XLand-MiniGrid-R1-9x9": dict(total_timesteps=1_000_000, episodes_per_trial=2, ruleset_id=0),
