@@ -23,6 +23,12 @@ Where memory decides, and more exploration is needed:
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
+Where random play never succeeds, with a bonus for what is new (`Curiosity`):
+
+    python ppo_minigrid_rnn.py --env-id MultiRoom-N4-S5-v1 --total-timesteps 8e5 --num-envs 256 \
+        --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 --gae-lambda 0.95 \
+        --norm-adv --ent-coef 0.01 --count-bonus
+
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 
     python ppo_minigrid_rnn.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-21k \
@@ -2512,7 +2518,8 @@ class Curiosity(NamedTuple):
     Levels differ, though. That something is rare makes it no better to see it ten times in one
     level, by turning to and fro in front of it. So only the first time in an episode counts
     (Raileanu & Rocktaeschel, arXiv:2002.12292; Zhang et al., NovelD, NeurIPS 2021; Henaff et al.,
-    arXiv:2306.03236, compare counts of both kinds).
+    arXiv:2306.03236, compare counts of both kinds). And success ends the episode, with all that is
+    still new in it: were that worth more, the agent would shun its goal. So int_coef is small.
 
     Observations are counted by their hash. Two that share one are taken for the same, which makes
     the second a little less new, no more. The bonus is the reward of the action that led to the
