@@ -685,6 +685,11 @@ def test_hashes_tell_observations_apart():
         assert shared <= 2 * expected + 3
 
 
+def test_a_negative_weight_of_the_bonus_is_refused():
+    with pytest.raises(script.UsageError, match="--int-coef"):
+        script.parse_args(["--int-coef=-0.1"])
+
+
 def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path):
     """Two updates and two more from their checkpoint: what four in one go give, counts included."""
     options = dict(env_id="MiniGrid-DoorKey-5x5-v0", count_bonus=True, anneal_lr=False)
