@@ -2,6 +2,7 @@
 
     python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9  # without any id, all of RUNS
     python benchmarks/minigrid_learning.py --cut MemoryS13  # its hidden state is always zero
+    python benchmarks/minigrid_learning.py --no-bonus MultiRoom-N4-S5-v1  # without --count-bonus
     python benchmarks/minigrid_learning.py --img-obs Empty-8x8  # from pixels
     python benchmarks/minigrid_learning.py FourRooms --out FILE -- --learning-rate 5e-4
 
@@ -224,6 +225,8 @@ def run(env_id, choice, flags):
         options["benchmark_id"] = f"{choice.folder}/tasks"
         pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
         xland_tasks.write_tasks(options["benchmark_id"], 64)
+    if choice.no_bonus:
+        options["count_bonus"] = False
     if choice.total_timesteps:
         options["total_timesteps"] = choice.total_timesteps
     start = time.perf_counter()
@@ -257,6 +260,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("ids", nargs="*", help="environments, as in RUNS; if none, all of these")
     parser.add_argument("--cut", action="store_true", help="train without recurrence")
+    parser.add_argument("--no-bonus", action="store_true", help="train without --count-bonus")
     parser.add_argument("--img-obs", action="store_true", help="train from pixels")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-timesteps", type=int, help="instead of those in RUNS")
@@ -277,7 +281,8 @@ def main():
     for env_id in choice.ids or RUNS:
         result = run(env_id, choice, flags)
         results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
-        variant = " without recurrence" * choice.cut + " from pixels" * choice.img_obs
+        variant = " without recurrence" * choice.cut + " without the bonus" * choice.no_bonus
+        variant += " from pixels" * choice.img_obs
         variant += f" in {choice.total_timesteps} steps" if choice.total_timesteps else ""
         name = f"{env_id}{variant}, {choice.eval_mode}, seed {choice.seed}"
         choice.out.write_text(json.dumps(results | {name: result}, indent=2) + "\n")

@@ -62,6 +62,7 @@ COMPARED = {
 # Ours -> xminigrid's environment that comes closest, None where it has none. It sees through walls,
 # ours only in Empty. NAVIX and EnvPool have those of the same name, if at all.
 PEER_ENVIRONMENTS = {
+    "Empty-6x6": "Empty-6x6",
     "Empty-8x8": "Empty-8x8",
     "DoorKey-8x8": "DoorKey-8x8",
     "FourRooms": "FourRooms",
