@@ -23,6 +23,12 @@ Where memory decides, and more exploration is needed:
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
+Where random play never succeeds, with a bonus for what is new (`Curiosity`):
+
+    python ppo_minigrid_rnn.py --env-id MultiRoom-N4-S5-v1 --total-timesteps 8e5 --num-envs 256 \
+        --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 --gae-lambda 0.95 \
+        --norm-adv --ent-coef 0.01 --count-bonus
+
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 
     python ppo_minigrid_rnn.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-21k \
@@ -283,6 +289,10 @@ class Args:
     """weight of the entropy bonus; a larger one pulls back to random play between rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
+    count_bonus: bool = False
+    """also reward observations that are new in their episode, rare ones more: `Curiosity`"""
+    int_coef: float = 0.005
+    """weight of that bonus"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
     target_kl: float | None = 0.02
@@ -2493,6 +2503,52 @@ class Batch(NamedTuple):
     target: jax.Array  # [T, N], what the critic should have said
 
 
+class Curiosity(NamedTuple):
+    """What the agent has seen, for the bonus of `--count-bonus`; () without it.
+
+    Where only a long chain of right actions is rewarded, random play never meets the reward, and
+    there is nothing to learn from. A bonus for what is new gives it something to do until then:
+
+        bonus_t = int_coef / sqrt(n(o_{t+1}))   where o_{t+1} is new in this episode, else 0
+
+    n(o) is how often the agent has seen the observation o in all of training and all environments.
+    1 / sqrt(n) is how the uncertainty about something falls with the number of samples, so what is
+    seldom seen is worth a look, and what has been seen a thousand times no longer is: the bonus
+    fades by itself, and in the end the reward alone counts (Bellemare et al., arXiv:1606.01868).
+    Levels differ, though. That something is rare makes it no better to see it ten times in one
+    level, by turning to and fro in front of it. So only the first time in an episode counts
+    (Raileanu & Rocktaeschel, arXiv:2002.12292; Zhang et al., NovelD, NeurIPS 2021; Henaff et al.,
+    arXiv:2306.03236, compare counts of both kinds). And success ends the episode, with all that is
+    still new in it: were that worth more, the agent would shun its goal. So int_coef is small.
+
+    Observations are counted by their hash. Two that share one are taken for the same, which makes
+    the second a little less new, no more. The bonus is the reward of the action that led to the
+    observation, added for the learner only: the agent does not observe it, and returns and success
+    are without it. What an episode begins with is nobody's merit, so the step that ended the one
+    before has no bonus. An agent that remembers has seen what it remembers: in a `Trial`, "in this
+    episode" means in this trial.
+    """
+
+    visits: jax.Array  # [2^VISIT_BITS] int32, how often each observation was seen
+    last_episode: jax.Array  # [N, 2^EPISODE_BITS] int32, the last episode that saw it
+    episode: jax.Array  # [N] int32, number of the running episode (or trial)
+
+
+VISIT_BITS = 20  # of the hashes of observations, in counts over all of training
+EPISODE_BITS = 12  # and within an episode
+
+
+def init_curiosity(args):
+    """The `Curiosity` of N environments before the first step, () without the bonus."""
+    if not args.count_bonus:
+        return ()
+    return Curiosity(
+        visits=jnp.zeros(2**VISIT_BITS, jnp.int32),
+        last_episode=jnp.zeros((args.num_envs, 2**EPISODE_BITS), jnp.int32),
+        episode=jnp.zeros(args.num_envs, jnp.int32),
+    )
+
+
 def init_episode_stats(num_envs):
     """Before the first step."""
     return EpisodeStats(
@@ -2696,6 +2752,52 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
     truncated_value = jnp.repeat(truncated_value, truncation_window(args, env), axis=0)
     truncated_value = truncated_value[: args.num_steps]  # the last window may be a shorter one
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
+
+
+def hash_observations(obs):
+    """Numbers uint32 [T, N] of observations, trees of [T, N, ...]; the same for the same ones.
+
+    The sum of all entries, each times a random constant of its own, modulo 2^32. Its upper bits are
+    a hash, however many of them (Dietzfelbinger et al., 1997, "multiply-shift"); its lower ones are
+    not.
+    """
+    rng = np.random.default_rng(0)
+    total = jnp.uint32(0)
+    for x in jax.tree.leaves(obs):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+            x = x ^ (x >> 16)  # round numbers differ in upper bits only, which a product loses
+        x = x.astype(jnp.uint32).reshape(*x.shape[:2], -1)
+        constants = rng.integers(2**32, size=x.shape[2], dtype=np.uint32)
+        total = total + (x * constants).sum(2, dtype=jnp.uint32)
+    return total
+
+
+def count_bonus(args, curiosity, obs, start):
+    """The bonus [T, N] of T steps in N environments, see `Curiosity`; returns (curiosity, bonus).
+
+    `obs`, a tree of [T + 1, N, ...], are the observations before each step and after the last one;
+    `start` [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins with
+    the last ones: to see them again there changes nothing.
+    """
+    hashes = hash_observations(obs)
+    environments = jnp.arange(args.num_envs)
+
+    def look(carry, seen):
+        last_episode, episode = carry
+        place, start = seen  # [N]
+        episode = episode + start
+        is_new = last_episode[environments, place] != episode
+        last_episode = last_episode.at[environments, place].set(episode)
+        return (last_episode, episode), is_new & ~start
+
+    places = hashes >> (32 - EPISODE_BITS)
+    carry = (curiosity.last_episode, curiosity.episode)
+    (last_episode, episode), is_new = jax.lax.scan(look, carry, (places, start))
+    places = hashes[1:] >> (32 - VISIT_BITS)
+    visits = curiosity.visits.at[places].add(1)
+    bonus = args.int_coef * is_new[1:] / jnp.sqrt(visits[places])
+    return Curiosity(visits=visits, last_episode=last_episode, episode=episode), bonus
 
 
 def compute_gae(
@@ -2955,6 +3057,7 @@ class TrainState(NamedTuple):
     trial: Any  # `Trial` of [N], () without trials
     agent_state: AgentState  # of [N]
     stats: EpisodeStats  # of [N]
+    curiosity: Any  # `Curiosity` of [N], () without the bonus
     key: jax.Array  # PRNG key
     update: jax.Array  # [], updates done
 
@@ -2972,6 +3075,7 @@ def init_train_state(args, key):
         trial=init_trial(args, env_state),
         agent_state=init_agent_state(args, args.num_envs),
         stats=init_episode_stats(args.num_envs),
+        curiosity=init_curiosity(args),
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
@@ -3000,12 +3104,24 @@ def update(args, state, *, platform=None, sharding=None):
         platform=platform,
     )
 
+    # --- Reward what is new ---
+    reward, curiosity = trajectory.reward, state.curiosity
+    if args.count_bonus:
+        after = make_inputs(env, env_state, agent_state)  # the last step
+        seen = jax.tree.map(
+            lambda steps, x: jnp.concatenate([steps, x[None]]),
+            (trajectory.inputs.obs, trajectory.inputs.start),
+            (after.obs, after.start),
+        )
+        curiosity, bonus = count_bonus(args, curiosity, *seen)
+        reward = reward + bonus
+
     # --- Advantages ---
     value, next_value = trajectory_values(
         args, env, state.params, trajectory, (env_state, agent_state), truncated_state
     )
     advantage = compute_gae(
-        trajectory.reward,
+        reward,
         value,
         next_value,
         trajectory.terminated,
@@ -3041,6 +3157,8 @@ def update(args, state, *, platform=None, sharding=None):
         "charts/episodic_return": jnp.nanmean(stats.last_return),  # NaN before an episode ends
         "charts/episodic_length": jnp.nanmean(stats.last_length),
     }
+    if args.count_bonus:  # of an environment, in all steps of the update
+        metrics["charts/intrinsic_return"] = bonus.sum(0).mean()
     state = TrainState(
         params=params,
         opt_state=opt_state,
@@ -3048,6 +3166,7 @@ def update(args, state, *, platform=None, sharding=None):
         trial=trial,
         agent_state=agent_state,
         stats=stats,
+        curiosity=curiosity,
         key=next_key,
         update=state.update + 1,
     )
@@ -3120,6 +3239,11 @@ def state_shardings(args):
         return jax.NamedSharding(mesh, jax.P(DEVICES))
     everywhere = jax.NamedSharding(mesh, jax.P())
     by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
+    curiosity = ()
+    if args.count_bonus:
+        curiosity = Curiosity(
+            visits=everywhere, last_episode=by_environment, episode=by_environment
+        )
     return TrainState(
         params=everywhere,
         opt_state=everywhere,
@@ -3127,6 +3251,7 @@ def state_shardings(args):
         trial=by_environment,
         agent_state=by_environment,
         stats=by_environment,
+        curiosity=curiosity,
         key=everywhere,
         update=everywhere,
     )
@@ -3728,6 +3853,7 @@ def check_args(args):
     check(0 <= args.clip_coef < math.inf, "--clip-coef must be at least 0")
     check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
     check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
+    check(0 <= args.int_coef < math.inf, "--int-coef must be at least 0")
     check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
     check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be at least 0")
     check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")

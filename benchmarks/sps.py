@@ -5,7 +5,8 @@
     python benchmarks/sps.py --compare --purejaxrl FOLDER  # and PureJaxRL, a clone of it
     python benchmarks/sps.py --xland FOLDER      # MiniGrid beside XLand-MiniGrid, a clone of it
     python benchmarks/sps.py --scaling num-envs  # 1 .. 65,536 environments; also: num-seeds
-    python benchmarks/sps.py --env-only          # MiniGrid alone, beside xminigrid; also: --stack
+    python benchmarks/sps.py --env-only          # MiniGrid alone, beside xminigrid, NAVIX and
+                                                 # EnvPool; also: --stack
     python benchmarks/sps.py --atari             # emulators alone, network alone, the whole
     python benchmarks/sps.py --large             # sizes that fill a GPU
 
@@ -58,11 +59,14 @@ COMPARED = {
         rnn_hidden_dim=64, head_hidden_dim=64,
     ),
 }  # fmt: skip
-# Ours -> xminigrid's environment that comes closest. It sees through walls, ours only in Empty.
+# Ours -> xminigrid's environment that comes closest, None where it has none. It sees through walls,
+# ours only in Empty. NAVIX and EnvPool have those of the same name, if at all.
 PEER_ENVIRONMENTS = {
     "Empty-6x6": "Empty-6x6",
+    "Empty-8x8": "Empty-8x8",
     "DoorKey-8x8": "DoorKey-8x8",
     "FourRooms": "FourRooms",
+    "KeyCorridorS3R3": None,
     "MemoryS9": "MemoryS8",
 }
 XLAND_TASK = "XLand-MiniGrid-R1-9x9"  # for `--xland`, with a trivial task
@@ -78,7 +82,7 @@ LARGE = [
         rnn_hidden_dim=1024, head_hidden_dim=256,
     ))
 ]  # fmt: skip
-PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid".split()
+PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid navix".split()
 
 
 def version(package):
@@ -326,6 +330,49 @@ def xminigrid_env(env_id, num_envs, stack, task_file=None):
     return timed_steps(reset, step, num_envs, stack)
 
 
+def navix_env(env_id, num_envs, stack):
+    """`timed_steps` of one of NAVIX's environments, which reset by themselves."""
+    import navix
+
+    # Its default observes positions and codes of the whole grid.
+    first_person = navix.observations.symbolic_first_person
+    env = navix.make(f"Navix-{env_id}-v0", observation_fn=first_person)
+
+    def step(timestep, key):
+        action = jax.random.randint(key, (num_envs,), 0, len(env.action_set))
+        timestep = jax.vmap(env.step)(timestep, action)
+        return timestep, timestep.observation, (timestep.reward, timestep.step_type)
+
+    def reset(keys):
+        timestep = jax.vmap(env.reset)(keys)
+        return timestep, timestep.observation
+
+    return timed_steps(reset, step, num_envs, stack)
+
+
+def envpool_env(env_id, num_envs):
+    """Steps per second of EnvPool's MiniGrid in C++, which resets by itself, on all cores.
+
+    Stepped from Python as it is meant to be: all environments at once, random actions that were
+    drawn beforehand, observations in new NumPy arrays. It renders nothing and compiles nothing.
+    """
+    import envpool
+
+    pool = envpool.make(f"MiniGrid-{env_id}-v0", env_type="gymnasium", num_envs=num_envs)
+    pool.reset()
+    actions = np.random.default_rng(0).integers(pool.action_space.n, size=(64, num_envs))
+
+    def run():
+        start, steps = time.perf_counter(), 0
+        while time.perf_counter() - start < 0.5:
+            pool.step(actions[steps % 64])
+            steps += 1
+        return steps * num_envs / (time.perf_counter() - start)
+
+    run()
+    return run, {"compile_seconds": 0.0}
+
+
 class StillPool:
     """A pool of emulators that stand still: all of a script's time but theirs."""
 
@@ -539,9 +586,18 @@ def candidates(choice, fields):
             group = [
                 (f"ppo_minigrid_rnn {env_id}", functools.partial(our_minigrid, env_id, *options))
             ]
-            if importlib.util.find_spec("xminigrid"):
+            if importlib.util.find_spec("xminigrid") and peer_id is not None:
                 make = functools.partial(xminigrid_env, f"MiniGrid-{peer_id}", *options)
                 group.append((f"xminigrid {peer_id}", make))
+            if importlib.util.find_spec("navix"):
+                import navix
+
+                if f"Navix-{env_id}-v0" in navix.registry():
+                    make = functools.partial(navix_env, env_id, *options)
+                    group.append((f"navix {env_id}", make))
+            if importlib.util.find_spec("envpool") and not choice.stack:
+                make = functools.partial(envpool_env, env_id, options[0])
+                group.append((f"envpool {env_id}", make))
             yield group
     elif choice.xland:
         from xland_tasks import write_tasks
@@ -606,7 +662,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     flag = functools.partial(parser.add_argument, action="store_true")
     flag("--compare", help="measure the peers beside ppo_cartpole_jax")
-    flag("--env-only", help="MiniGrid without training, beside xminigrid")
+    flag("--env-only", help="MiniGrid without training, beside peers")
     flag("--stack", help="with --env-only: keep all observations in one array")
     flag("--atari", help="measure what an Atari step's time consists of")
     flag("--large", help="sizes that fill a GPU, one after the other")

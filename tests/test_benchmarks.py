@@ -191,6 +191,17 @@ def test_minigrid_learning(flag, tmp_path):
             assert np.mean(by_episode) == pytest.approx(result[name]) and len(by_episode) == 2
 
 
+def test_minigrid_ids():
+    """The table of all ids says what the tests compare and what was learned."""
+    pytest.importorskip("minigrid")
+    pytest.importorskip("envpool")
+    command = [sys.executable, "-c", "import minigrid_ids as m; print(m.make_table(), end='')"]
+    env = environment(1) | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == (ROOT / "benchmarks" / "minigrid_ids.md").read_text()
+
+
 def test_cut_recurrence():
     """The agent's outputs depend on what it sees now only: not on its state, nor on the past."""
     pytest.importorskip("minigrid")

@@ -7,6 +7,7 @@ import json
 import pathlib
 import sys
 import types
+from collections import Counter
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -436,21 +437,22 @@ def test_advantages_across_the_episodes_of_a_trial(trials):
             np.testing.assert_allclose(ours[first:end, n], expected, atol=2e-5)
 
 
-class WithoutTrials(ast.NodeTransformer):
-    """Takes out of the script's syntax tree what only trials need: branches, fields, arguments."""
+class Without(ast.NodeTransformer):
+    """Takes out of a syntax tree what belongs to these names: branches, fields, arguments."""
 
-    NAMES = ("episodes_per_trial", "trial", "prev_ended", "Trial", "init_trial", "no_ends")
+    def __init__(self, *names):
+        self.names = names
 
     def without(self, nodes):
-        return [x for x in nodes if getattr(x, "id", getattr(x, "attr", None)) not in self.NAMES]
+        return [x for x in nodes if getattr(x, "id", getattr(x, "attr", None)) not in self.names]
 
     def visit_If(self, node):
-        of_trials = any(getattr(x, "attr", None) in self.NAMES for x in ast.walk(node.test))
+        is_theirs = any(getattr(x, "attr", None) in self.names for x in ast.walk(node.test))
         self.generic_visit(node)
-        return node.orelse if of_trials else node
+        return node.orelse if is_theirs else node
 
     def visit_Call(self, node):
-        node.keywords = [x for x in node.keywords if x.arg not in self.NAMES]
+        node.keywords = [x for x in node.keywords if x.arg not in self.names]
         node.args = self.without(node.args)
         return self.generic_visit(node)
 
@@ -459,26 +461,33 @@ class WithoutTrials(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_arguments(self, node):
-        node.args = [x for x in node.args if x.arg not in self.NAMES]
+        node.args = [x for x in node.args if x.arg not in self.names]
         return self.generic_visit(node)
 
     def visit_AnnAssign(self, node):
-        return None if node.target.id in self.NAMES else self.generic_visit(node)
+        return None if node.target.id in self.names else self.generic_visit(node)
 
     def visit_FunctionDef(self, node):
-        return None if node.name in self.NAMES else self.generic_visit(node)
+        return None if node.name in self.names else self.generic_visit(node)
 
     visit_ClassDef = visit_FunctionDef
 
 
+TRIALS = ["episodes_per_trial", "trial", "prev_ended", "Trial", "init_trial", "no_ends"]
+BONUS = ["count_bonus", "int_coef", "curiosity", "Curiosity", "init_curiosity", "hash_observations"]
+
+
 @pytest.mark.parametrize("platform", ["cpu", None])
-def test_one_episode_a_trial_is_the_program_without_trials(tmp_path, platform):
-    """With E = 1 the update lowers to the same text as that of a script that has no trials."""
-    tree = WithoutTrials().visit(ast.parse(pathlib.Path(script.__file__).read_text()))
-    path = tmp_path / "without_trials.py"
+@pytest.mark.parametrize(
+    "names, switch", [(TRIALS, {"episodes_per_trial": 2}), (BONUS, {"count_bonus": True})]
+)
+def test_what_is_off_is_not_in_the_program(tmp_path, names, switch, platform):
+    """Without trials, or the bonus, the update lowers to the text of a script that lacks them."""
+    tree = Without(*names).visit(ast.parse(pathlib.Path(script.__file__).read_text()))
+    path = tmp_path / "without.py"
     path.write_text(ast.unparse(tree))
     plain = load(path)
-    assert not hasattr(plain, "Trial") and not hasattr(plain.Args(), "episodes_per_trial")
+    assert not any(hasattr(where, name) for name in names for where in (plain, plain.Args()))
 
     def lowered(module, **options):
         args = module.Args(env_id="MiniGrid-Empty-5x5-v0", **SMALL, **options)
@@ -488,7 +497,7 @@ def test_one_episode_a_trial_is_the_program_without_trials(tmp_path, platform):
 
     ours = lowered(script)
     assert ours == lowered(plain)
-    assert ours != lowered(script, episodes_per_trial=2)
+    assert ours != lowered(script, **switch)
 
 
 def test_evaluation_plays_trials(monkeypatch):
@@ -550,6 +559,153 @@ def test_trials_from_the_command_line(tmp_path, capsys):
         script.main([*words, "--episodes-per-trial", "1"])
     with pytest.raises(script.UsageError, match="--episodes-per-trial 3: this run has 2"):
         script.parse_args([f"--resume={run_dir}", "--episodes-per-trial=3"])
+
+
+# Bonus ----------------------------------------------------------------------------------------
+
+
+def bonus_by_definition(coef, rollouts):
+    """The bonus [T, N] of each rollout, from its observations and starts, both of [T + 1, N].
+
+    Observations are bytes. They are counted rollout by rollout, but for the very first ones; in an
+    episode from one rollout to the next.
+    """
+    visits, seen, bonuses = Counter(), {}, []
+    for obs, start in rollouts:
+        visits.update(x for row in obs[1:] for x in row)
+        bonus = np.zeros((len(obs) - 1, len(obs[0])))
+        for t, row in enumerate(obs):
+            for n, x in enumerate(row):
+                if start[t][n]:
+                    seen[n] = set()
+                elif t > 0 and x not in seen[n]:
+                    bonus[t - 1, n] = coef / np.sqrt(visits[x])
+                seen[n].add(x)
+        bonuses.append(bonus)
+    return bonuses
+
+
+def as_bytes(obs):
+    """Trees of [T, N, ...] as lists of lists of bytes."""
+    leaves = [np.asarray(x) for x in jax.tree.leaves(obs)]
+    T, N = leaves[0].shape[:2]
+    return [[b"".join(x[t, n].tobytes() for x in leaves) for n in range(N)] for t in range(T)]
+
+
+def test_count_bonus_equals_definition():
+    """Three rollouts of made-up observations that come back often; numbers of every type."""
+    args = script.Args(num_envs=5, num_steps=40, count_bonus=True, int_coef=0.5)
+    rng = np.random.default_rng(0)
+    curiosity, rollouts, ours = script.init_curiosity(args), [], []
+    last = None
+    count = jax.jit(functools.partial(script.count_bonus, args))
+    for _ in range(3):
+        number = rng.integers(30, size=(41, 5))
+        start = rng.random((41, 5)) < 0.1
+        if last is None:
+            start[0] = True
+        else:
+            number[0], start[0] = last
+        last = number[-1], start[-1]
+        obs = {
+            "image": np.stack([number % 3, number // 3], -1).astype(np.uint8),
+            "temperature": (number / 7).astype(np.float32),
+        }
+        curiosity, bonus = count(curiosity, obs, start)
+        ours.append(bonus)
+        rollouts.append((as_bytes(obs), start))
+    expected = bonus_by_definition(0.5, rollouts)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    given = np.asarray(expected) > 0
+    assert 0.1 < given.mean() < 0.9 and np.unique(expected).size > 10
+
+
+@pytest.mark.parametrize("episodes", [1, 3], ids=["episodes", "trials"])
+def test_the_bonus_is_in_the_advantages_only(monkeypatch, episodes):
+    """Three updates of an agent: rewards of GAE by the definition, all that is reported without.
+
+    Trials count as one episode.
+    """
+    short_env(monkeypatch, "MiniGrid-LavaGapS6-v0", limit=6)
+    options = SMALL | dict(episodes_per_trial=episodes, count_bonus=True, int_coef=0.5)
+    args = script.Args(env_id="MiniGrid-LavaGapS6-v0", **options)
+    rollout, compute_gae, seen = script.rollout, script.compute_gae, {}
+
+    def watched_rollout(*inputs, **platform):
+        outputs = rollout(*inputs, **platform)
+        seen["trajectory"] = outputs[4]
+        seen["last"] = script.make_inputs(script.make_env(args), outputs[0], outputs[2])
+        return outputs
+
+    def watched_gae(reward, *inputs, **platform):
+        seen["reward"] = reward
+        return compute_gae(reward, *inputs, **platform)
+
+    def watched_update(state):
+        return *script.update(args, state), dict(seen)
+
+    monkeypatch.setattr(script, "rollout", watched_rollout)
+    monkeypatch.setattr(script, "compute_gae", watched_gae)
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+    update = jax.jit(watched_update)
+    rollouts, extra, returns, running = [], [], np.full(16, np.nan), np.zeros(16)
+    for _ in range(3):
+        state, metrics, now = jax.device_get(update(state))
+        trajectory, last = now["trajectory"], now["last"]
+        with_last = lambda x, y: np.concatenate([x, y[None]])
+        inputs = jax.tree.map(with_last, trajectory.inputs, last)
+        rollouts.append((as_bytes(inputs.obs), inputs.start))
+        extra.append(now["reward"] - trajectory.reward)
+        assert metrics["charts/intrinsic_return"] == pytest.approx(
+            extra[-1].sum(0).mean(), rel=1e-4
+        )
+        np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward)
+        ended = inputs.start[1:] if episodes == 1 else inputs.prev_ended[1:]
+        for reward, end in zip(trajectory.reward, ended, strict=True):
+            running = running + reward
+            returns, running = np.where(end, running, returns), np.where(end, 0, running)
+        np.testing.assert_allclose(metrics["charts/episodic_return"], returns.mean(), atol=1e-6)
+    np.testing.assert_allclose(extra, bonus_by_definition(0.5, rollouts), atol=1e-6)
+    starts = np.stack([start[1:] for _, start in rollouts])
+    assert starts.sum() >= 16 and (np.asarray(extra)[starts] == 0).all()
+
+
+def test_hashes_tell_observations_apart():
+    """Of all that random play sees as many numbers as observations differ, up to chance."""
+    args = script.Args(env_id="MiniGrid-KeyCorridorS3R3-v0", **SMALL | dict(num_envs=64))
+    inputs = jax.device_get(roll(args).trajectory.inputs)
+    hashes = np.asarray(script.hash_observations(inputs.obs))
+    number_of = {}
+    for x, number in zip(sum(as_bytes(inputs.obs), []), hashes.ravel(), strict=True):
+        assert number_of.setdefault(x, number) == number
+    assert len(number_of) > 300
+    for bits in (32, 24):  # whole and cut
+        expected = len(number_of) ** 2 / 2 ** (bits + 1)
+        shared = len(number_of) - np.unique(np.array(list(number_of.values())) >> (32 - bits)).size
+        assert shared <= 2 * expected + 3
+
+
+def test_a_negative_weight_of_the_bonus_is_refused():
+    with pytest.raises(script.UsageError, match="--int-coef"):
+        script.parse_args(["--int-coef=-0.1"])
+
+
+def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path):
+    """Two updates and two more from their checkpoint: what four in one go give, counts included."""
+    options = dict(env_id="MiniGrid-DoorKey-5x5-v0", count_bonus=True, anneal_lr=False)
+    options |= dict(SMALL, eval_episodes=4)
+    whole = run_main(script, tmp_path / "whole", **options, total_timesteps=4 * 16 * 24)
+    part = run_main(script, tmp_path / "part", **options, total_timesteps=2 * 16 * 24)
+    folders = dict(videos_dir=tmp_path / "videos")
+    script.main(words_of(resume=part, total_timesteps=4 * 16 * 24, **folders))
+    (_, expected), (_, ours) = script.load_run(whole), script.load_run(part)
+    expected, ours = script.flatten_state(expected), script.flatten_state(ours)
+    assert expected.keys() == ours.keys() >= {"curiosity/visits", "curiosity/last_episode"}
+    for name, x in expected.items():
+        np.testing.assert_array_equal(ours[name], x, err_msg=name)
+    assert ours["curiosity/visits"].sum() == 4 * 16 * 24
+    logged = [scalars(run)["charts/intrinsic_return"] for run in (whole, part)]
+    assert logged[0] == logged[1] and len(logged[0]) == 4
 
 
 # Loss -----------------------------------------------------------------------------------------
@@ -641,9 +797,9 @@ def test_loss_gradient_equals_finite_differences(monkeypatch, clip_vloss):
 
 
 def test_four_devices_equal_one():
-    """Two updates with normalised advantages, environments on four devices or on one; in trials."""
+    """Two updates with normalised advantages, trials and the bonus; environments spread or not."""
     options = SMALL | dict(num_minibatches=4, norm_adv=True, total_timesteps=16 * 24 * 2)
-    options |= dict(episodes_per_trial=2)
+    options |= dict(episodes_per_trial=2, count_bonus=True)
     results = []
     for num_devices in (1, 4):
         args = script.Args(env_id="DoorKey-5x5", num_devices=num_devices, **options)
