@@ -325,6 +325,28 @@ def test_levels_on_demand_equal_those_made_beforehand(monkeypatch, env_id, episo
     jax.tree.map(equal, on_demand[1:], beforehand[1:])  # all but the environment
 
 
+@pytest.mark.parametrize("num_envs, scans", [(64, 1), (32_800, 2)])
+def test_levels_made_beforehand(monkeypatch, num_envs, scans):
+    """All at once or, of a large batch, step by step: always the levels of the same keys."""
+    env = short_env(monkeypatch, "MiniGrid-DoorKey-8x8-v0", limit=1)  # each step ends all episodes
+    args = script.Args(env_id="DoorKey-8x8", **SMALL | dict(num_envs=num_envs, num_steps=2))
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(1))
+    carry = state.env_state, state.trial, state.agent_state, state.stats, jax.random.key(2)
+    play = functools.partial(script.rollout, args, env, state.params, platform="gpu")
+    names = [equation.primitive.name for equation in jax.make_jaxpr(play)(*carry).eqns]
+    assert names.count("scan") == scans
+    env_state, _, _, _, trajectory, _ = jax.jit(play)(*carry)
+
+    reset_keys = jax.random.split(jax.random.split(carry[-1], 3)[2], (2, num_envs))
+    levels = jax.jit(jax.vmap(jax.vmap(env.reset)))(reset_keys)
+    for ours, expected in zip(jax.tree.leaves(env_state), jax.tree.leaves(levels), strict=True):
+        np.testing.assert_array_equal(ours, expected[1])
+    seen = jax.jit(jax.vmap(env.observe))(jax.tree.map(lambda x: x[0], levels))
+    for name, expected in seen.items():
+        np.testing.assert_array_equal(trajectory.inputs.obs[name][1], expected)
+    assert len(np.unique(levels.grid.reshape(2 * num_envs, -1), axis=0)) > 20
+
+
 # Trials ---------------------------------------------------------------------------------------
 
 
