@@ -2016,24 +2016,32 @@ def orthogonal(gain):
     return draw
 
 
-class Dense(nn.Module):
-    """An affine layer, [in, ...] -> [features, ...].
+def affine(w, b, x):
+    """w [features, in] times x [in, ...], plus b [features, 1] -> [features, ...].
 
     Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
     small networks on a CPU than `x @ w`.
     """
+    # All axes after the first as one: with more, XLA on a CPU transposes x before each product.
+    flat = x.astype(jnp.float32).reshape(len(x), -1)
+    return (w @ flat + b).reshape(-1, *x.shape[1:])
+
+
+class Dense(nn.Module):
+    """A layer of `affine`, [in, ...] -> [features, ...]."""
 
     features: int
     gain: float
     bias_init: Callable = nn.initializers.zeros
 
     @nn.compact
+    def weights(self, num_inputs):
+        """w [features, in] and b [features, 1]."""
+        w = self.param("w", orthogonal(self.gain), (self.features, num_inputs))
+        return w, self.param("b", self.bias_init, (self.features, 1))
+
     def __call__(self, x):
-        w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
-        b = self.param("b", self.bias_init, (self.features, 1))
-        # All axes after the first as one: with more, XLA on a CPU transposes x before each product.
-        flat = x.astype(jnp.float32).reshape(len(x), -1)
-        return (w @ flat + b).reshape(-1, *x.shape[1:])
+        return affine(*self.weights(len(x)), x)
 
 
 def patches(x, size, stride):
@@ -2054,10 +2062,10 @@ def patches(x, size, stride):
 
 
 def one_hot_codes(x, sizes):
-    """Patches of 2x2 codes -> [F, ...] bool: each code one-hot; how many values it has is in sizes.
+    """Codes, or patches of 2x2 -> [F, ...] bool: each one-hot; how many values it has is in sizes.
 
-    With `CODE_SIZES`, [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a quantity: 6
-    (a ball) is not twice 3 (floor).
+    With `CODE_SIZES`, patches [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a
+    quantity: 6 (a ball) is not twice 3 (floor).
     """
     rest = x.shape[1:]
     one_hot = []
@@ -2068,10 +2076,49 @@ def one_hot_codes(x, sizes):
     return jnp.concatenate(one_hot)
 
 
+def encode_by_products(layers, code_sizes, weights, x):
+    """Convolutions of x [F, Y, X, ...] as products with its `patches`.
+
+    x are codes or, where code_sizes is None, pixels; weights are (w, b) of each layer. Where there
+    are more layers than weights, the last ones are left out.
+    """
+    for i, ((_, size, stride), (w, b)) in enumerate(zip(layers, weights)):
+        x = patches(x, size, stride)
+        if i == 0:
+            x = one_hot_codes(x, code_sizes) if code_sizes else x / jnp.float32(255)
+        x = nn.relu(affine(w, b, x))
+    return x
+
+
+def encode_by_convolutions(layers, code_sizes, weights, x):
+    """The same as `encode_by_products`, by the convolutions that accelerators have."""
+    batch = x.shape[3:]
+    x = x.reshape(*x.shape[:3], -1)  # as one axis: a TPU fills short ones up to 128
+    for i, ((features, size, stride), (w, b)) in enumerate(zip(layers, weights)):
+        blocks = [w]
+        if i == 0 and code_sizes:  # the patches' codes, one after the other
+            blocks = jnp.split(w, size**2 * np.cumsum(code_sizes)[:-1], axis=1)
+            x = one_hot_codes(x, code_sizes)
+        elif i == 0:
+            x = x / 255
+        kernel = [block.reshape(features, size, size, -1) for block in blocks]
+        x = jax.lax.conv_general_dilated(
+            x.astype(jnp.float32),
+            jnp.concatenate(kernel, axis=-1),
+            window_strides=(stride, stride),
+            padding="VALID",
+            dimension_numbers=("CHWN", "OHWI", "CHWN"),
+        )
+        x = nn.relu(x + b[:, :, None, None])
+    return x.reshape(*x.shape[:3], *batch)
+
+
 class Encoder(nn.Module):
     """Three convolutions over the codes of a view, or four over its pixels.
 
     [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
+
+    As in `scan_gru`, the platform is asked for while XLA's program is written.
     """
 
     pixels: bool
@@ -2080,14 +2127,22 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, image):
         x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
-        layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
+        layers, code_sizes = (PIXEL_LAYERS, None) if self.pixels else (CODE_LAYERS, self.code_sizes)
+        num_features = len(x) if self.pixels else sum(code_sizes)
+        sides, weights = x.shape[1:3], []
         for i, (features, size, stride) in enumerate(layers):
-            if min(x.shape[1:3]) < size:
+            if min(sides) < size:
                 break
-            x = patches(x, size, stride)
-            if i == 0:
-                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x, self.code_sizes)
-            x = nn.relu(Dense(features, math.sqrt(2), name=f"conv{i}")(x))
+            layer = Dense(features, math.sqrt(2), name=f"conv{i}")
+            weights.append(layer.weights(size**2 * num_features))
+            num_features = features
+            sides = [(side - size) // stride + 1 for side in sides]
+        x = jax.lax.platform_dependent(
+            weights,
+            x,
+            cpu=functools.partial(encode_by_products, layers, code_sizes),
+            default=functools.partial(encode_by_convolutions, layers, code_sizes),
+        )
         return x.reshape(-1, *x.shape[3:])
 
 

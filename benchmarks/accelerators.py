@@ -2,7 +2,7 @@
 
     python benchmarks/accelerators.py --target h100 --script cartpole --num-envs 4096
     python benchmarks/accelerators.py --target v5e --devices 4 --script minigrid --loops
-    python benchmarks/accelerators.py --table --out FILE   # the settings of SETTINGS, h100 and v5e
+    python benchmarks/accelerators.py --table --out FILE   # SETTINGS and PRESETS, h100 and v5e
 
 XLA compiles for devices that are not there, with the same passes as if they were. What runs on a
 chip can so be counted: kernels, loops, copies, sorts, collectives, memory. Times are estimates from
@@ -15,7 +15,7 @@ should not meet:
     python -m venv cuda && cuda/bin/pip install -r benchmarks/accelerators-cuda-requirements.txt
 
 `--table` compiles what the environment at hand can and keeps the other rows of FILE, so run it once
-in each; it writes FILE after every row.
+in each, one after the other or side by side; it writes FILE after every setting.
 
 Flags that are not listed below go to the script. `--scripts-dir FOLDER` compiles other versions of
 the scripts, which must have the same functions in their section "Seeds and devices".
@@ -988,6 +988,20 @@ SETTINGS = {
     ),
     "Atari 128 x 128": ("ppo_atari_envpool_xla_jax", "--num-envs 128"),
 }
+# One line for one large GPU that solves the task; the scripts' docstrings and README have them.
+PRESETS = {
+    "CartPole, for a GPU": (
+        "ppo_cartpole_jax",
+        "--num-envs 4096 --num-minibatches 16 --total-timesteps 2e7",
+    ),
+    "swing-up, for a GPU": ("ppo_swingup_jax", "--num-envs 1024"),
+    "MiniGrid, for a GPU": ("ppo_minigrid_rnn", "--num-envs 1024 --total-timesteps 5e6"),
+    "Atari, for a GPU": (
+        "ppo_atari_envpool_xla_jax",
+        "--num-envs 64 --num-minibatches 16 --log-interval 2",
+    ),
+}
+TABLE = SETTINGS | PRESETS
 TABLE_TARGETS = ("h100", "v5e")
 FAILED = "?"  # in place of the program in rows of what could not be compiled
 COLUMNS = (
@@ -1100,13 +1114,13 @@ def has_plugin(target):
 
 
 def run_table(choice, rows):
-    """Compiles SETTINGS, each in a process of its own, since XLA may end one that fails."""
-    for setting, (script, flags) in SETTINGS.items():
-        for target in TABLE_TARGETS:
+    """Compiles TABLE, each in a process of its own, since XLA may end one that fails."""
+    for setting, (script, flags) in TABLE.items():
+        for target in [choice.target] if choice.target else TABLE_TARGETS:
             on_tpu = CHIPS[target].platform == "tpu"
-            if not has_plugin(target) or (on_tpu and "atari" in script):
+            if not has_plugin(target) or (on_tpu and ("atari" in script or setting in PRESETS)):
                 continue
-            if choice.only not in setting or target not in (choice.target or target):
+            if choice.only not in setting:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 out = pathlib.Path(folder, "out.json")
@@ -1129,8 +1143,9 @@ def run_table(choice, rows):
             sys.stdout.flush()
             keys = {key_of(row) for row in new}
             keys.add((setting, script, target, choice.devices, FAILED))  # failed earlier
+            rows = read_rows(choice.out) or rows  # the other environment's process may add to it
             rows = [row for row in rows if key_of(row) not in keys] + new
-            rows.sort(key=lambda row: list(SETTINGS).index(row["setting"]))
+            rows.sort(key=lambda row: list(TABLE).index(row["setting"]))
             write_results(choice.out, rows)
     return rows
 
@@ -1144,7 +1159,7 @@ def main():
     parser.add_argument("--target", choices=CHIPS, help="the chip to compile for")
     parser.add_argument("--devices", type=int, choices=[1, 4], default=1, help="how many of them")
     parser.add_argument("--script", type=find_script, help="a script, or a part of its name")
-    parser.add_argument("--table", action="store_true", help="all of SETTINGS")
+    parser.add_argument("--table", action="store_true", help="all of SETTINGS and PRESETS")
     parser.add_argument("--only", default="", help="settings whose name contains this")
     parser.add_argument(
         "--programs", default=",".join(PROGRAMS), help="which of train,init,evaluate"

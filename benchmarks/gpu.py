@@ -87,10 +87,10 @@ LEARNING = {
     "CartPole default": (CARTPOLE, ""),
     "swing-up default": (SWINGUP, ""),
     "MiniGrid default": (MINIGRID, ""),
-    "CartPole 4,096": (CARTPOLE, "--num-envs 4096 --num-minibatches 16 --total-timesteps 2e7"),
-    "swing-up 1,024": (SWINGUP, "--num-envs 1024"),
+    "CartPole 4,096": accelerators.PRESETS["CartPole, for a GPU"],
+    "swing-up 1,024": accelerators.PRESETS["swing-up, for a GPU"],
     "swing-up 16,384": (SWINGUP, "--num-envs 16384"),
-    "MiniGrid 1,024": (MINIGRID, "--num-envs 1024 --total-timesteps 5e6"),
+    "MiniGrid 1,024": accelerators.PRESETS["MiniGrid, for a GPU"],
 }
 LEARNING_POINTS = 20  # evaluations of a training
 COMPARED_WITH_CPU = {
@@ -113,7 +113,7 @@ GRAPHS = {
         "xla_gpu_graph_min_graph_size": 1,
     },
 }
-GAMES_FLAGS = "--num-envs 64 --num-minibatches 16 --log-interval 2 --total-timesteps 1e7"
+_, GAMES_FLAGS = accelerators.PRESETS["Atari, for a GPU"]
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 

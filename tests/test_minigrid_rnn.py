@@ -326,6 +326,58 @@ def test_levels_on_demand_equal_those_made_beforehand(monkeypatch, env_id, episo
     jax.tree.map(equal, on_demand[1:], beforehand[1:])  # all but the environment
 
 
+@pytest.mark.parametrize("num_envs, scans", [(64, 1), (32_800, 2)])
+def test_levels_made_beforehand(monkeypatch, num_envs, scans):
+    """All at once or, of a large batch, step by step: always the levels of the same keys."""
+
+    def play_at_random(args, params, inputs, rnn_state):
+        zeros = jnp.zeros(inputs.start.shape)
+        return script.Categorical(logits=zeros[..., None] + jnp.zeros(7)), zeros, rnn_state[None]
+
+    monkeypatch.setattr(script, "forward", play_at_random)
+    env = short_env(monkeypatch, "MiniGrid-DoorKey-8x8-v0", limit=1)  # each step ends all episodes
+    args = script.Args(env_id="DoorKey-8x8", **SMALL | dict(num_envs=num_envs, num_steps=2))
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(1))
+    carry = state.env_state, state.trial, state.agent_state, state.stats, jax.random.key(2)
+    play = functools.partial(script.rollout, args, env, state.params, platform="gpu")
+    names = [equation.primitive.name for equation in jax.make_jaxpr(play)(*carry).eqns]
+    assert names.count("scan") == scans
+    env_state, _, _, _, trajectory, _ = jax.jit(play)(*carry)
+
+    reset_keys = jax.random.split(jax.random.split(carry[-1], 3)[2], (2, num_envs))
+    levels = jax.jit(jax.vmap(jax.vmap(env.reset)))(reset_keys)
+    for ours, expected in zip(jax.tree.leaves(env_state), jax.tree.leaves(levels), strict=True):
+        np.testing.assert_array_equal(ours, expected[1])
+    seen = jax.jit(jax.vmap(env.observe))(jax.tree.map(lambda x: x[0], levels))
+    for name, expected in seen.items():
+        np.testing.assert_array_equal(trajectory.inputs.obs[name][1], expected)
+    assert len(np.unique(levels.grid.reshape(2 * num_envs, -1), axis=0)) > 20
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sides, pixels", [((7, 7), False), ((3, 5), False), ((56, 56), True)])
+def test_convolutions_equal_products(monkeypatch, sides, pixels):
+    """The encoder's two ways to compute one function, and its gradient."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    limits = (256, 256, 256) if pixels else script.CODE_SIZES
+    shape = (4, 3, *sides, 3)
+    image = (jax.random.uniform(keys[0], shape) * np.array(limits)).astype(jnp.uint8)
+    encoder = script.Encoder(pixels)
+    params = encoder.init(keys[1], image)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(keys[2], x.shape), params)
+
+    def encode(params):
+        features = encoder.apply(params, image)
+        return (features**2).mean(), features
+
+    by_products = jax.value_and_grad(encode, has_aux=True)(params)
+    as_elsewhere = lambda *operands, cpu, default: default(*operands)
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_elsewhere)
+    by_convolutions = jax.value_and_grad(encode, has_aux=True)(params)
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(compare, by_products, by_convolutions)
+
+
 # Trials ---------------------------------------------------------------------------------------
 
 
