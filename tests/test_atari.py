@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MODULES, ROOT, having, quick_args
+from conftest import MODULES, ROOT, USUAL_COMPILATION, having, quick_args
 
 pytestmark = having("make_pool")
 script = next((module for module in MODULES if hasattr(module, "make_pool")), None)
@@ -213,7 +213,7 @@ def test_agents_share_a_pool_but_not_their_games(platform):
     Also as a GPU computes it, with one minibatch, because convolutions are slow here.
     """
     results = []
-    small = dict(num_envs=2, num_steps=6, num_minibatches=1, update_epochs=1)
+    small = dict(num_envs=2, num_steps=3, num_minibatches=1, update_epochs=1)
     options = small if platform == "gpu" else {}
     for agents in (dict(num_seeds=2), dict(seed=2)):
         args = quick_args(script, **agents, **options)
@@ -509,13 +509,17 @@ def test_minibatch_without_valid_samples():
 def test_learning_rates_under_vmap(truncated_games, platform):
     """`learn` with a traced learning rate for two agents at once: each equals one of its own."""
     args, state, trajectory = truncated_games
+    # Convolutions batched over agents are slow: one game of each, and optimised loops.
+    args = dataclasses.replace(args, num_steps=8, total_timesteps=320)
+    trajectory = jax.tree.map(lambda x: x[:8], trajectory)
+    options = USUAL_COMPILATION if platform is None else None
 
     def learn(rate):
         changed = dataclasses.replace(args, learning_rate=rate)
         return script.learn(changed, state, trajectory, platform=platform)
 
     rates = jnp.array([1e-3, 1e-4])
-    together, _ = jax.jit(jax.vmap(learn))(rates)
+    together, _ = jax.jit(jax.vmap(learn), compiler_options=options)(rates)
     for k, rate in enumerate(rates):
         changed = dataclasses.replace(args, learning_rate=float(rate))
         alone, _ = jitted_learn(changed)(state, trajectory)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from conftest import load, run_main, scalars, words_of
+from conftest import environment, finish, load, run_main, scalars, words_of
 
 import ppo_minigrid_rnn as script
 
@@ -923,19 +923,20 @@ def test_an_lstm_needs_three_functions(monkeypatch):
 def test_a_missing_axis_is_an_error():
     args = script.Args(env_id="Empty-5x5", **SMALL)
     env = script.make_env(args)
-    params = script.init_agent(args, jax.random.key(0), env)
-    agent_state = script.init_agent_state(args, 1)
-    env_state = jax.vmap(env.reset)(jax.random.key(0)[None])
-    inputs = script.make_inputs(env, env_state, agent_state)  # [N], not [T, N]
+    state = jax.eval_shape(functools.partial(script.init_train_state, args), jax.random.key(0))
+    inputs = jax.eval_shape(  # [N], not [T, N]
+        functools.partial(script.make_inputs, env), state.env_state, state.agent_state
+    )
+    forward = functools.partial(script.forward, args)
     with pytest.raises(ValueError, match=r"\[T, M, ...\]"):
-        script.forward(args, params, inputs, agent_state.rnn_state)
+        jax.eval_shape(forward, state.params, inputs, state.agent_state.rnn_state)
 
 
 def test_learns_to_reach_the_goal(tmp_path):
     """A short run on the smallest level: the greedy policy reaches the goal."""
-    words = "--env-id Empty-5x5 --total-timesteps 6e4 --num-envs 64 --num-steps 32".split()
-    script.main([*words, "--runs-dir", f"{tmp_path}/runs", "--videos-dir", f"{tmp_path}/videos"])
-    summary = json.loads(next(tmp_path.glob("runs/*/summary.json")).read_text())
+    options = dict(env_id="Empty-5x5", total_timesteps=60_000, num_envs=64, num_steps=32)
+    run_dir = finish(script, tmp_path, env=environment(1, flags=""), **options)
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_episodes"] == 256 and summary["success_rate"] > 0.95
     assert summary["eval_return_mean"] > 0.9  # the shortest way gives 0.955
 
