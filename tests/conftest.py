@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -77,14 +78,43 @@ QUICK = {
 MODULES = [importlib.import_module(name) for name in QUICK]
 
 
+# Files in the order in which they are begun: long tests first, so that no process ends early.
+ORDER = """readme distributed processes parallel benchmarks atari seams swingup cli minigrid_rnn
+    accelerators xland ppo cartpole minigrid_env drift""".split()
+# Files whose tests share neither fixtures nor caches.
+INDEPENDENT = ["readme", "benchmarks", "accelerators", "seams"]
+
+
+def file_of(path):
+    return pathlib.Path(path).stem.removeprefix("test_")
+
+
 def pytest_collection_modifyitems(items):
-    """The slowest files first: begun last, they would keep one of two processes busy alone."""
-    slow = ["test_distributed.py", "test_processes.py", "test_parallel.py", "test_cli.py"]
+    """Sorts the tests by file; a new file comes first."""
 
     def place(item):
-        return slow.index(item.path.name) if item.path.name in slow else len(slow)
+        return ORDER.index(file_of(item.path)) if file_of(item.path) in ORDER else -1
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of a file that are of one script or one environment id share things: one process.
+
+    (`--dist loadgroup` would do, but pytest 9.2 ignores its groups: pytest-dev/pytest-xdist#1386.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path, _, test = nodeid.partition("::")
+            shared = re.search(r"ppo_\w+|MiniGrid-[\w-]+?-v\d", test)
+            if file_of(path) in INDEPENDENT:
+                return nodeid
+            return f"{path} {shared[0]}" if shared else path
+
+    return Scheduling(config, log)
 
 
 # --------------------------------------------------------------------------------------------------
