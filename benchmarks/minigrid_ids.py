@@ -6,6 +6,7 @@ It asks the tests themselves which ids they are run with, and minigrid_learning.
 test fails where the file is not what this program would write.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -97,4 +98,6 @@ def make_table():
 
 
 if __name__ == "__main__":
+    style = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=style).parse_args()
     PATH.write_text(make_table())
