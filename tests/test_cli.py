@@ -638,13 +638,22 @@ class Bomb:
 DAMAGES = [truncated, empty, text, foreign_archive, bare_array, pickle_payload, raw_pickle]
 
 
-@each_text("main")
+@once("load_checkpoint")
 @pytest.mark.parametrize("damage", [*DAMAGES, other_dtype], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("use", ["resume", "eval"])
-def test_damaged_checkpoint(script, run_copy, damage, use, tmp_path):
-    """The newest checkpoint is damaged or foreign: a line that names it, nothing written."""
+def test_damaged_checkpoint(script, run_copy, damage):
+    """The newest checkpoint is damaged or foreign: a line that names it."""
     path = newest_checkpoint(run_copy)
     damage(path)
+    args = script.load_args(run_copy)
+    assert path.name in refusal(script.RunError, script.load_checkpoint, args, run_copy)
+
+
+@each_text("main")
+@pytest.mark.parametrize("use", ["resume", "eval"])
+def test_damaged_checkpoint_ends_the_command(script, run_copy, use, tmp_path):
+    """The same from the command line, and nothing is written."""
+    path = newest_checkpoint(run_copy)
+    pickle_payload(path)
     before = contents(run_copy)
     words = words_of(**{use: run_copy}, videos_dir=tmp_path / "videos")
     assert path.name in refusal(script.RunError, script.main, words)
