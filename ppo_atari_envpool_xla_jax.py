@@ -16,6 +16,12 @@ The default flags are the setting of CleanRL's ppo_atari_envpool_xla_jax_scan.py
 decision of the agent, four frames of the console. On two CPU cores ten million steps take about six
 hours.
 
+For one large GPU with many CPU cores beside it, not tried; predicted for the network alone, from
+the program compiled for an H100 that was not there, are 330,000 steps per second
+(benchmarks/README.md), but emulators are slower than that:
+
+    python ppo_atari_envpool_xla_jax.py --num-envs 64 --num-minibatches 16 --log-interval 2
+
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
 was, the return grows along the sum over steps of A grad log pi(a|s): make better actions likelier

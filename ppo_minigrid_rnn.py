@@ -18,6 +18,11 @@
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
+For one large GPU; predicted, from the program compiled for an H100 that was not there, are 1.2
+million steps per second (benchmarks/README.md):
+
+    python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 5e6
+
 Where memory decides, and more exploration is needed:
 
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \

@@ -136,6 +136,26 @@ def test_other_programs(script, program, monkeypatch):
     assert "f64" not in text
 
 
+@having("Encoder")
+def test_convolutions_of_each_platform(script, monkeypatch):
+    """MiniGrid's encoder: convolutions on accelerators, products on a CPU."""
+    args = large_args(script, total_timesteps=10**6)
+    _, text = export(script, args, "gpu", monkeypatch, "train")
+    assert text.count("stablehlo.convolution") >= 3 + 3 + 2  # forward, backward
+    step = jax.jit(functools.partial(script.update, args, platform="cpu"))
+    state = jax.eval_shape(functools.partial(script.init_train_state, args), jax.random.key(0))
+    assert "stablehlo.convolution" not in step.lower(state).as_text()
+
+
+@pytest.mark.quick
+def test_presets_are_documented():
+    """The lines for a GPU that predictions are made for are those of the scripts and of README."""
+    for name, flags in accelerators.PRESETS.values():
+        line = f"python {name}.py {flags}"
+        assert line in (ROOT / f"{name}.py").read_text()
+        assert line in (ROOT / "README.md").read_text()
+
+
 # --------------------------------------------------------------------------------------------------
 # Reading compiled programs
 # --------------------------------------------------------------------------------------------------
