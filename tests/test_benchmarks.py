@@ -170,14 +170,14 @@ def test_default_runs(tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("flag", [[], ["--cut"], ["--img-obs"]])
-def test_minigrid_learning(flag, tmp_path):
+@pytest.mark.parametrize("flags", [[], ["--cut", "--img-obs"]], ids=["plain", "trials"])
+def test_minigrid_learning(flags, tmp_path):
     """Success in both programs' environments after a very short training, once in trials."""
     pytest.importorskip("minigrid")
-    num_episodes = 2 if flag == ["--cut"] else 1  # of a trial
+    num_episodes = 2 if flags else 1  # of a trial
     small = dict(episodes_per_trial=num_episodes)
     small |= dict(num_envs=8, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
-    words = ["Empty-8x8", *flag, "--total-timesteps", "128", "--episodes", "6"]
+    words = ["Empty-8x8", *flags, "--total-timesteps", "128", "--episodes", "6"]
     words += ["--eval-mode", "sampled", "--folder", tmp_path, "--out", tmp_path / "out.json"]
     run("minigrid_learning", *words, "--", *words_of(**small))
     (result,) = json.loads((tmp_path / "out.json").read_text()).values()
@@ -439,7 +439,11 @@ def test_gpu_program_interrupted(tmp_path):
     """Ctrl-C keeps what was measured; a later command adds to the file."""
     out = tmp_path / "out.json"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--small", "--out", str(out), "--only"]
-    process = subprocess.Popen([*command, "launches", "correctness"], env=environment(1))
+    process = subprocess.Popen(
+        [*command, "launches", "correctness"],
+        env=environment(1),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # workers may ignore it
+    )
     rows = {}
     while "launches" not in rows and process.poll() is None:
         time.sleep(0.2)
