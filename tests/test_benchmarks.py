@@ -439,11 +439,9 @@ def test_gpu_program_interrupted(tmp_path):
     """Ctrl-C keeps what was measured; a later command adds to the file."""
     out = tmp_path / "out.json"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--small", "--out", str(out), "--only"]
-    process = subprocess.Popen(
-        [*command, "launches", "correctness"],
-        env=environment(1),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # workers may ignore it
-    )
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers may ignore it
+    process = subprocess.Popen([*command, "launches", "correctness"], env=environment(1))
+    signal.signal(signal.SIGINT, previous)
     rows = {}
     while "launches" not in rows and process.poll() is None:
         time.sleep(0.2)
