@@ -87,7 +87,7 @@ RUNS = {
     # With MEMORY's entropy it had learned nothing after a million steps.
     "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
     "XLand-MiniGrid-R1-9x9": dict(
-        MISSION, total_timesteps=1_000_000, episodes_per_trial=2, ruleset_id=7
+        MISSION, total_timesteps=2_000_000, episodes_per_trial=2, ruleset_id=7
     ),
 }
 
