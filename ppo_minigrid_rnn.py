@@ -28,7 +28,7 @@ Where memory decides, and more exploration is needed:
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
-Where random play never succeeds, with a bonus for what is new (`Curiosity`):
+Where random play hardly ever succeeds, with a bonus for what is new (`Curiosity`):
 
     python ppo_minigrid_rnn.py --env-id MultiRoom-N4-S5-v1 --total-timesteps 8e5 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 --gae-lambda 0.95 \
