@@ -295,8 +295,9 @@ class Args:
     vf_coef: float = 0.5
     """weight of the value loss"""
     count_bonus: bool = False
-    """also reward observations that are new in their episode, rare ones more: `Curiosity`"""
-    int_coef: float = 0.005
+    """also reward what the agent does for the first time in an episode, rare things more: see
+    `Curiosity`"""
+    int_coef: float = 0.05
     """weight of that bonus"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
@@ -522,12 +523,12 @@ class MiniGrid:
 
     A new level is a function like `lava_gap_level` and a line in `TABLE`; one that takes more than
     29 random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
-    `step`, `observe`, `num_actions`, `max_episode_steps` and, for videos, `width` and
-    `render(state, tile_size)`. States and observations may have any structure, shapes and types
-    (but `ActorCritic` and the check in `forward` take this one's observations: change them too; an
-    image of other codes needs only other `code_sizes`, as in `XLand`).
-    `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes care of
-    both.
+    `step`, `observe`, `num_actions`, `max_episode_steps`, for videos `width` and
+    `render(state, tile_size)`, and for `--count-bonus` `at_hand(obs)`. States and observations may
+    have any structure, shapes and types (but `ActorCritic` and the check in `forward` take this
+    one's observations: change them too; an image of other codes needs only other `code_sizes`, as
+    in `XLand`). `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes
+    care of both.
     """
 
     env_id: str
@@ -728,6 +729,17 @@ class MiniGrid:
         if self.observes_mission:
             obs["mission"] = state.mission
         return obs
+
+    def at_hand(self, obs):
+        """What the agent carries and what it faces, for `Curiosity`: of `obs`, trees of [...], the
+        codes [..., 2, 3] of these cells, or with `pixels` their picture [..., 16, 8, 3].
+
+        Farama shows what is carried in the agent's own cell.
+        """
+        image, middle = obs["image"], VIEW // 2
+        if self.pixels:  # rows, columns
+            return image[..., -2 * TILE :, TILE * middle : TILE * (middle + 1), :]
+        return image[..., middle, -2:, :]  # columns, rows
 
     def mission(self, state):
         """What to do in the level of a state: Farama's sentence, made on the host.
@@ -1750,6 +1762,14 @@ class XLand:
         """What the agent sees of a state."""
         return {"image": state.observation, "direction": state.state.agent.direction}
 
+    def at_hand(self, obs):
+        """The codes [..., 2, 2] of the cells that the agent faces and stands on, for `Curiosity`.
+
+        What it carries it does not see here.
+        """
+        view_size = obs["image"].shape[-2]
+        return obs["image"][..., -2:, view_size // 2, :]  # rows, columns
+
     def render(self, state, tile_size=32):
         """The whole level as uint8 pixels."""
         from xminigrid.rendering.rgb_render import render
@@ -2564,37 +2584,46 @@ class Batch(NamedTuple):
 
 
 class Curiosity(NamedTuple):
-    """What the agent has seen, for the bonus of `--count-bonus`; () without it.
+    """What the agent has met, for the bonus of `--count-bonus`; () without it.
 
     Where only a long chain of right actions is rewarded, random play never meets the reward, and
     there is nothing to learn from. A bonus for what is new gives it something to do until then:
 
-        bonus_t = int_coef / sqrt(n(o_{t+1}))   where o_{t+1} is new in this episode, else 0
+        bonus_t = int_coef / sqrt(n(x_{t+1}))   where x_{t+1} is new in this episode, else 0
 
-    n(o) is how often the agent has seen the observation o in all of training and all environments.
-    1 / sqrt(n) is how the uncertainty about something falls with the number of samples, so what is
-    seldom seen is worth a look, and what has been seen a thousand times no longer is: the bonus
-    fades by itself, and in the end the reward alone counts (Bellemare et al., arXiv:1606.01868).
-    Levels differ, though. That something is rare makes it no better to see it ten times in one
-    level, by turning to and fro in front of it. So only the first time in an episode counts
-    (Raileanu & Rocktaeschel, arXiv:2002.12292; Zhang et al., NovelD, NeurIPS 2021; Henaff et al.,
-    arXiv:2306.03236, compare counts of both kinds). And success ends the episode, with all that is
-    still new in it: were that worth more, the agent would shun its goal. So int_coef is small.
+    x is what the agent has at hand (`MiniGrid.at_hand`), what it carries and what it faces: a wall,
+    a closed red door, with a key in its hands an open one. n(x) is in how many episodes it has met
+    x, in all environments and all of training. 1 / sqrt(n) is how the uncertainty about something
+    falls with the number of samples, so what is seldom met is worth a try, and what has been met a
+    thousand times no longer is: the bonus leads from the first door to the first key and to the
+    first lock that opens, fades behind itself, and in the end the reward alone counts (Bellemare et
+    al., arXiv:1606.01868). Only the first time in an episode counts: that something is rare makes
+    it no better to meet it ten times in one level, by turning to and fro in front of it (Raileanu &
+    Rocktaeschel, arXiv:2002.12292; Zhang et al., NovelD, NeurIPS 2021; Henaff et al.,
+    arXiv:2306.03236, compare counts of both kinds).
 
-    Observations are counted by their hash. Two that share one are taken for the same, which makes
-    the second a little less new, no more. The bonus is the reward of the action that led to the
-    observation, added for the learner only: the agent does not observe it, and returns and success
-    are without it. What an episode begins with is nobody's merit, so the step that ended the one
-    before has no bonus. An agent that remembers has seen what it remembers: in a `Trial`, "in this
-    episode" means in this trial.
+    Why not count all that the agent sees? Levels are drawn at random, so nearly every view is new,
+    and things to carry and doors to shut make new ones without end. Such counts hardly fade, and
+    reward looking around as much as opening a lock. (Parisi et al., arXiv:2111.13119, count what an
+    action changes, for the same reason.)
+
+    And success ends the episode, with all that is still new in it: were that worth more, the agent
+    would shun its goal. So int_coef is small.
+
+    Things are counted by their hash. Two that share one are taken for the same, which makes the
+    second a little less new, no more. The bonus is the reward of the action that led there, added
+    for the learner only: the agent does not observe it, and returns and success are without it.
+    What an episode begins with is nobody's merit, so the step that ended the one before has no
+    bonus. An agent that remembers knows what it has met: in a `Trial`, "in this episode" means in
+    this trial.
     """
 
-    visits: jax.Array  # [2^VISIT_BITS] int32, how often each observation was seen
-    last_episode: jax.Array  # [N, 2^EPISODE_BITS] int32, the last episode that saw it
+    visits: jax.Array  # [2^VISIT_BITS] int32, how many episodes have met each thing
+    last_episode: jax.Array  # [N, 2^EPISODE_BITS] int32, the last episode that met it
     episode: jax.Array  # [N] int32, number of the running episode (or trial)
 
 
-VISIT_BITS = 20  # of the hashes of observations, in counts over all of training
+VISIT_BITS = 16  # of the hashes of things, in counts over all of training
 EPISODE_BITS = 12  # and within an episode
 
 
@@ -2814,8 +2843,8 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
-def hash_observations(obs):
-    """Numbers uint32 [T, N] of observations, trees of [T, N, ...]; the same for the same ones.
+def hash_things(things):
+    """Numbers uint32 [T, N] of trees of [T, N, ...], the same for the same ones.
 
     The sum of all entries, each times a random constant of its own, modulo 2^32. Its upper bits are
     a hash, however many of them (Dietzfelbinger et al., 1997, "multiply-shift"); its lower ones are
@@ -2823,7 +2852,7 @@ def hash_observations(obs):
     """
     rng = np.random.default_rng(0)
     total = jnp.uint32(0)
-    for x in jax.tree.leaves(obs):
+    for x in jax.tree.leaves(things):
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
             x = x ^ (x >> 16)  # round numbers differ in upper bits only, which a product loses
@@ -2833,30 +2862,32 @@ def hash_observations(obs):
     return total
 
 
-def count_bonus(args, curiosity, obs, start):
+def count_bonus(args, curiosity, things, start):
     """The bonus [T, N] of T steps in N environments, see `Curiosity`; returns (curiosity, bonus).
 
-    `obs`, a tree of [T + 1, N, ...], are the observations before each step and after the last one;
-    `start` [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins with
-    the last ones: to see them again there changes nothing.
+    `things`, a tree of [T + 1, N, ...], are what is counted, before each step and after the last
+    one; `start` [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins
+    with the last ones: to meet them again there changes nothing.
     """
-    hashes = hash_observations(obs)
+    hashes = hash_things(things)
     environments = jnp.arange(args.num_envs)
 
-    def look(carry, seen):
+    def look(carry, met):
         last_episode, episode = carry
-        place, start = seen  # [N]
+        place, start = met  # [N]
         episode = episode + start
         is_new = last_episode[environments, place] != episode
         last_episode = last_episode.at[environments, place].set(episode)
-        return (last_episode, episode), is_new & ~start
+        return (last_episode, episode), is_new
 
     places = hashes >> (32 - EPISODE_BITS)
     carry = (curiosity.last_episode, curiosity.episode)
     (last_episode, episode), is_new = jax.lax.scan(look, carry, (places, start))
-    places = hashes[1:] >> (32 - VISIT_BITS)
-    visits = curiosity.visits.at[places].add(1)
-    bonus = args.int_coef * is_new[1:] / jnp.sqrt(visits[places])
+    places, is_new = hashes[1:] >> (32 - VISIT_BITS), is_new[1:]
+    visits = curiosity.visits.at[places].add(is_new)
+    is_earned = is_new & ~start[1:]
+    n = jnp.maximum(visits[places], 1)  # what training began with is not counted
+    bonus = args.int_coef * is_earned / jnp.sqrt(n)
     return Curiosity(visits=visits, last_episode=last_episode, episode=episode), bonus
 
 
@@ -3167,13 +3198,13 @@ def update(args, state, *, platform=None, sharding=None):
     # --- Reward what is new ---
     reward, curiosity = trajectory.reward, state.curiosity
     if args.count_bonus:
-        after = make_inputs(env, env_state, agent_state)  # the last step
-        seen = jax.tree.map(
+        before, after = trajectory.inputs, make_inputs(env, env_state, agent_state)  # the last step
+        met = jax.tree.map(
             lambda steps, x: jnp.concatenate([steps, x[None]]),
-            (trajectory.inputs.obs, trajectory.inputs.start),
-            (after.obs, after.start),
+            (env.at_hand(before.obs), before.start),
+            (env.at_hand(after.obs), after.start),
         )
-        curiosity, bonus = count_bonus(args, curiosity, *seen)
+        curiosity, bonus = count_bonus(args, curiosity, *met)
         reward = reward + bonus
 
     # --- Advantages ---

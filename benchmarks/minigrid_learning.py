@@ -53,7 +53,7 @@ MEMORY = dict(
 MISSION = dict(norm_adv=True, ent_coef=0.01)
 # Where random play hardly ever succeeds: the bonus for what is new leads there.
 EXPLORE = dict(
-    num_envs=256,
+    num_envs=1024,
     num_steps=64,
     num_minibatches=8,
     update_epochs=2,
@@ -62,7 +62,6 @@ EXPLORE = dict(
     norm_adv=True,
     ent_coef=0.01,
     count_bonus=True,
-    int_coef=0.005,
 )
 RUNS = {
     "Empty-8x8": dict(),
@@ -76,10 +75,9 @@ RUNS = {
     "FourRooms": dict(total_timesteps=5_000_000),
     "MemoryS9": dict(MEMORY, total_timesteps=4_000_000),
     "MemoryS13": dict(MEMORY, total_timesteps=8_000_000),
-    "MultiRoom-N4-S5-v1": dict(EXPLORE, total_timesteps=800_000),
-    "ObstructedMaze-1Dlh": dict(EXPLORE, total_timesteps=1_200_000),
-    "KeyCorridorS3R3": dict(EXPLORE, total_timesteps=3_000_000),
-    "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=6_000_000),
+    "MultiRoom-N4-S5-v1": dict(EXPLORE, total_timesteps=3_000_000),
+    "ObstructedMaze-1Dlh": dict(EXPLORE, total_timesteps=6_000_000),
+    "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=8_000_000),
     "Fetch-5x5-N2": dict(MISSION, total_timesteps=800_000),
     "GoToDoor-5x5": dict(MISSION, total_timesteps=600_000),
     "GoToObject-6x6-N2": dict(MISSION, total_timesteps=800_000),

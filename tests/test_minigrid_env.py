@@ -626,6 +626,31 @@ def test_pictures_equal_farama(env_id):
         )
 
 
+def test_what_is_at_hand():
+    """What Farama's agent carries and what its grid has in front of it; in codes and in pixels."""
+    env = script.find_env("BlockedUnlockPickup")
+    reference = gymnasium.make(env.env_id).unwrapped
+    in_pixels = script.dataclasses.replace(env, pixels=True)
+    observe = jax.jit(lambda state: env.at_hand(env.observe(state)))
+    observe_pixels = jax.jit(lambda state: in_pixels.at_hand(in_pixels.observe(state)))
+    rng, code_of_picture = np.random.default_rng(0), {}
+    nothing = (script.EMPTY // 8, 0, 0)
+    code = lambda thing: nothing if thing is None else thing.encode()
+    for _ in range(30):
+        new_episode(reference, rng, wild=True)
+        for _ in range(8):
+            _, _, terminated, *_ = reference.step(choose_action(reference, rng))
+            if terminated:
+                break
+            state = state_of(reference)
+            front = code(reference.grid.get(*reference.front_pos))
+            expected = np.array([front, code(reference.carrying)])
+            np.testing.assert_array_equal(observe(state), expected)
+            picture = np.asarray(observe_pixels(state)).tobytes()
+            assert code_of_picture.setdefault(picture, expected.tolist()) == expected.tolist()
+    assert len(code_of_picture) == len({str(x) for x in code_of_picture.values()}) >= 20
+
+
 @pytest.mark.parametrize("size, lit", [(8, False), (8, True), (16, False), (16, True)])
 def test_tiles_equal_farama(size, lit):
     from minigrid.core.grid import Grid
