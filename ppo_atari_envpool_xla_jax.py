@@ -37,11 +37,12 @@ sample from pushing the policy too far from the one that played. It repeats one 
 
 One pool of emulators plays for all agents, so `rollout` and `update` are of K agents; `learn`,
 steps 2 and 3, is of one and pure. Everything from the docstring to the section "Training" is
-reinforcement learning; everything below is about running it: many agents and processes, evaluation,
-files, the command line. EnvPool's XLA interface makes its emulators a call inside the program: XLA
-compiles several whole updates into one, so Python and the device meet once in `--log-interval`
-updates instead of once a step, though at each step the device hands actions to the pool's threads
-and waits for their frames. Details follow
+reinforcement learning, with two words from below, `over_agents`, which maps over agents, and
+`make_mesh`, which names the device; everything below is about running it: many agents and
+processes, evaluation, files, the command line. EnvPool's XLA interface makes its emulators a call
+inside the program: XLA compiles several whole updates into one, so Python and the device meet once
+in `--log-interval` updates instead of once a step, though at each step the device hands actions to
+the pool's threads and waits for their frames. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 EnvPool's XLA calls exist for CPUs and CUDA GPUs on Linux, not for TPUs. A pool belongs to one
@@ -156,14 +157,15 @@ class Args:
     eval_episodes: int = 10
     """games of an evaluation, each in an emulator of its own"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: only after the last update"""
+    """updates between evaluations during training; 0: none but after the last update and for
+    videos"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
     """whether evaluation draws actions or takes the most likely ones; these may never press the
     FIRE that some games wait for"""
     eval_protocol: Literal["training", "whole-games"] = "training"
     """training: games go on after each life as in training, with no-ops and FIRE (CleanRL's way);
-    whole-games: the agent plays from the first life to the last without help. Both count the raw
-    score of the whole game"""
+    whole-games: the agent plays from the first life to the last without help. Both add up the raw
+    rewards of all lives; what a game gives during the no-ops and FIRE, EnvPool does not tell"""
     capture_video: bool = False
     """also record the policy during training, not only at its end"""
     video_interval: int = 1000
@@ -244,9 +246,9 @@ OBS_SHAPE = (4, 84, 84)  # frames, rows, columns
 
 
 def check_game(env_id):
-    """Raises UsageError without EnvPool, or with the nearest names where it has no such game."""
+    """Raises RunError without EnvPool; UsageError with the nearest names if it has no such game."""
     if sys.platform != "linux" or not importlib.util.find_spec("envpool"):
-        raise UsageError(
+        raise RunError(
             "this script needs EnvPool, whose XLA calls exist on Linux only: pip install envpool"
         )
     from envpool.atari.registration import atari_game_list
@@ -324,9 +326,10 @@ def env_seeds(args, num_envs, *purpose):
 def make_env(args):
     """The pool of this process for training: its share of the environments of all agents.
 
-    An environment of your own needs what EnvPool's gymnasium interface has: `reset()`, and `xla()`
-    for calls inside a program. Of `info`, `rollout` reads "reward", "terminated" and "lives", which
-    EnvPool's other families do not have.
+    An environment of your own needs what EnvPool's gymnasium interface has: `reset()`, `xla()` for
+    calls inside a program, `step()` for evaluation; and in `info`, of `reset()` too, "reward",
+    "terminated" and "lives", which EnvPool's other families do not have. With it change OBS_SHAPE,
+    `count_actions`, `check_game` and `record_video`.
     """
     platform = make_mesh(args).devices.flat[0].platform
     if platform not in ("cpu", "gpu"):
@@ -465,8 +468,11 @@ class NatureCNN(nn.Module):
 
     Both share the convolutions: seeing costs nearly all of the time, and the critic's errors help
     to learn it. 84 x 84 pixels x 4 frames -> 20 x 20 x 32 -> 9 x 9 x 64 -> 7 x 7 x 64 -> 512
-    features. Another network may use `nn.Conv` on images [M, Y, X, C]: with `relu_of_result` that
-    is as fast on a GPU; on a CPU its gradient is slow.
+    features.
+
+    Another network may begin with `x = obs.transpose(0, 2, 3, 1) / 255`, images [M, Y, X, C], and
+    use `nn.Conv`: with `relu_of_result` that is as fast on a GPU; on a CPU its gradient is slow. It
+    keeps a layer "actor" with a bias, in which `forward` counts the actions.
     """
 
     num_actions: int
@@ -501,7 +507,10 @@ class NatureCNN(nn.Module):
 
 
 def init_agent(args, key, num_actions):
-    """Parameters: flax's nested dict of arrays, {"params": {"conv0": ..., "actor": ..., ...}}."""
+    """Parameters: flax's nested dict of arrays, {"params": {"conv0": ..., "actor": ..., ...}}.
+
+    `args` is for networks with flags of their own.
+    """
     return NatureCNN(num_actions=num_actions).init(key, jnp.zeros((1, *OBS_SHAPE), jnp.uint8))
 
 
@@ -877,7 +886,7 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum; the greatest of all minibatches counts."""
+    """A metric of a minibatch that is a maximum, for your own; the greatest of all counts."""
 
     value: jax.Array
 
@@ -892,12 +901,12 @@ def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
     Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
 
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), so it
-    measures no progress: only its gradient matters. The value loss is half the mean squared
-    distance to the target, advantage + old value. With `clip_vloss` a value that has moved by more
-    than clip_coef from the old one no longer moves on: the larger of both errors counts, and the
-    clipped one has no gradient. That slows the critic wherever values are large. The entropy bonus
-    keeps the policy from becoming certain before it has tried.
+    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
+    these are normalised, so it measures no progress: only its gradient matters. The value loss is
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
+    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
+    errors counts, and the clipped one has no gradient. That slows the critic wherever values are
+    large. The entropy bonus keeps the policy from becoming certain before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1.
@@ -954,10 +963,10 @@ def over_devices(metric, axis_name):
 def random_permutation(key, n):
     """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
 
-    That one sorts, which takes 40% of the speed of training. Few numbers are ranked by comparing
-    all with all. For many there is a Feistel network: it is a bijection on the bits of the index,
-    whatever function mixes their halves. Where n is no power of two, indices that leave the range
-    walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    That one sorts, which took 40% of the time of training CartPole. Few numbers are ranked by
+    comparing all with all. For many there is a Feistel network: it is a bijection on the bits of
+    the index, whatever function mixes their halves. Where n is no power of two, indices that leave
+    the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
     if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
         draws = jax.random.bits(key, n, jnp.uint32)
@@ -1319,7 +1328,7 @@ def join_processes(args):
     """Starts JAX's distributed runtime; returns the arguments of this process.
 
     All processes do exactly the same, down to the files. What those after the first write goes into
-    a temporary folder, what they print nowhere.
+    a temporary folder, what they print nowhere, but for errors.
     """
     # JAX's own service would catch SIGTERM before `StopSignals` does.
     jax.config.update("jax_enable_preemption_service", False)
@@ -1567,11 +1576,15 @@ def create_run_folders(args):
 
 
 def write_json(path, content):
-    """Writes JSON atomically; numbers that are not finite become null."""
+    """Writes JSON atomically; numbers that are not finite become null. Raises RunError."""
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def load_args(run_dir):
@@ -1581,6 +1594,9 @@ def load_args(run_dir):
     """
     try:
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        unknown = saved.keys() - vars(Args()).keys()  # tyro has flags of its own: one writes a file
+        if unknown:
+            raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
         words = []
         for name, value in saved.items():
             if isinstance(value, bool):
@@ -1603,7 +1619,7 @@ def load_args(run_dir):
 
 
 def leaf_name(path):
-    """The name of an array in a checkpoint, such as params/actor/0/w, from its path."""
+    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -1619,18 +1635,23 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest few."""
+    """Writes checkpoints/<update>.npz atomically, removes all but the newest few; RunError."""
     folder = pathlib.Path(run_dir, "checkpoints")
-    folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, **jax.device_get(flatten_state(state)))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
-        old.unlink(missing_ok=True)
+    arrays = jax.device_get(flatten_state(state))
+    try:
+        folder.mkdir(exist_ok=True)
+        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def load_checkpoint(args, run_dir):
@@ -1645,6 +1666,9 @@ def load_checkpoint(args, run_dir):
         raise RunError(message) from error
     template = jax.eval_shape(functools.partial(init_states, args))
     expected = jax.eval_shape(flatten_state, template)
+    for name, array in saved.items():  # NumPy saves bfloat16 as bytes without a type
+        if array.dtype.kind == "V" and name in expected:
+            saved[name] = array.view(expected[name].dtype)
     for name in sorted(expected.keys() | saved.keys()):
         have, want = (
             f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
@@ -1730,8 +1754,10 @@ class Logger:
         for writer in self.writers:
             writer.flush()  # before a checkpoint: a killed run must not lose what comes before it
         self.check_losses(first, metrics["losses/grad_norm"])
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: no reason to stop
+        try:
             self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
+        except BrokenPipeError:  # nobody listens any more: no reason to stop
+            sys.stdout = open(os.devnull, "w")
 
     def print_progress(self, update, metrics):
         """One line that is rewritten on a terminal, a new one each time elsewhere."""
@@ -1790,7 +1816,7 @@ def check_args(args):
     check(args.num_seeds >= 1, f"--num-seeds must be at least 1, not {args.num_seeds}")
     check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
     several = f"--num-devices {args.num_devices}: start a process for each device (--distributed)"
-    check(args.num_devices == 1, several)
+    check(args.num_devices == 1, f"{several}, by hand each with its own CUDA_VISIBLE_DEVICES")
     name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
     check(name, "--exp-name must consist of letters, digits and ._-")
     check(args.log_interval >= 1, "--log-interval must be at least 1")
@@ -1817,7 +1843,9 @@ def check_args(args):
     check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
     processes = args.num_processes if args.num_processes is not None else 1
     check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
-    check(args.distributed or args.num_processes is None, "--num-processes needs --distributed")
+    for flag in ("coordinator_address", "num_processes", "process_id"):
+        unused = not args.distributed and getattr(args, flag) is not None
+        check(not unused, f"--{flag.replace('_', '-')} needs --distributed")
     check(not (args.distributed and args.eval is not None), "--eval: without --distributed")
     divides = args.num_envs % processes == 0
     check(divides, f"--num-processes {processes} must divide --num-envs {args.num_envs}")
@@ -1840,15 +1868,16 @@ def parse_args(words=None):
     if args.resume is not None and args.eval is not None:
         raise UsageError("--resume and --eval exclude each other")
 
-    saved = load_args(run_dir)
+    saved = without_processes(load_args(run_dir))
     if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        saved = dataclasses.replace(saved, num_devices=1, videos_dir=Args().videos_dir)
+        own = dict(num_devices=1, track=False, videos_dir=Args().videos_dir)
+        saved = dataclasses.replace(saved, **own)
     default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
     args = tyro.cli(Args, args=words, default=default)
     may_change = {"resume", "eval", "eval_episodes", "videos_dir", "num_devices"}
     may_change |= {"eval_mode", "eval_protocol"}
     if args.resume is not None:
-        may_change |= {"runs_dir", "log_interval", "checkpoint_interval", "eval_interval"}
+        may_change |= {"log_interval", "checkpoint_interval", "eval_interval"}
         may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
         may_change |= {"distributed", "coordinator_address", "num_processes", "process_id"}
         if not args.anneal_lr:
@@ -1857,7 +1886,10 @@ def parse_args(words=None):
         old, new = getattr(saved, field.name), getattr(args, field.name)
         if new != old and field.name not in may_change:
             flag = "--" + field.name.replace("_", "-")
-            raise UsageError(f"{flag} {new}: this run has {old}, which cannot change here")
+            message = f"{flag} {new}: this run has {old}, which cannot change here"
+            if field.name == "total_timesteps" and args.resume is not None:
+                message += " (only where the learning rate is not annealed)"
+            raise UsageError(message)
     check_args(args)
     return args
 
@@ -1865,8 +1897,9 @@ def parse_args(words=None):
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles, from the user's cache folder.
 
-    JAX's own settings, environment variables included, win. Programs hold instructions of one
-    processor and formats of one jaxlib, so each combination has a folder of its own.
+    A folder that JAX was told already, by an environment variable too, wins. Programs hold
+    instructions of one processor and formats of one jaxlib, so each combination has a folder of its
+    own.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -1880,14 +1913,16 @@ def use_compilation_cache():
         name = f"jaxlib-{jax.lib.__version__}-{zlib.crc32(features.encode()):08x}"
         folder = home / "single-file-jax-ppo" / name
         folder.mkdir(parents=True, exist_ok=True)
-        # JAX's own limit needs another package. One gigabyte, oldest first.
-        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        sizes = np.cumsum([path.stat().st_size for path in files])
-        for path, size in zip(files, sizes):
-            if size > 2**30:
-                path.unlink(missing_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
+    # JAX's own limit needs another package. One gigabyte, oldest first.
+    with contextlib.suppress(OSError):  # another process may do the same
+        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
+        sizes = itertools.accumulate(status.st_size for status, _ in files)
+        for (_, path), size in zip(files, sizes):
+            if size > 2**30:
+                path.unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -1918,7 +1953,7 @@ class StopSignals:
 
     def receive(self, number, frame):
         self.received = number
-        for n in self.handlers:
+        for n in (signal.SIGINT, signal.SIGTERM):
             signal.signal(n, signal.SIG_DFL)
 
     def __exit__(self, *exception):
@@ -1956,12 +1991,15 @@ def evaluate_run(args):
     run_dir = pathlib.Path(args.eval)
     state = load_checkpoint(args, run_dir)
     evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
-    summary = summarize_evaluation(args, evaluation, finite_agents(state.params))
+    finite = finite_agents(state.params)
+    summary = summarize_evaluation(args, evaluation, finite)
+    summary["total_timesteps"] = int(state.update[0]) * args.batch_size
+    summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
     write_json(run_dir / "eval.json", summary)
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
-        print(f"video: {video}")
+        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(describe(summary))
 
 
@@ -1990,9 +2028,11 @@ def main(words=None):
     envs = make_env(args)
     state = start_games(args, envs, state)
 
-    # --- Compile ---
+    # --- Compile; evaluation is only traced, so that its errors show before training ---
     with without_compilation_cache():
         train_chunk = make_train_chunk(args, envs).lower(state, jnp.int32(1)).compile()
+    frames = jax.ShapeDtypeStruct((args.num_seeds, args.eval_episodes, *OBS_SHAPE), jnp.uint8)
+    jax.eval_shape(make_act(args), state.params, frames, evaluation_keys(args), 0)
     evaluate_agents = make_evaluate(args)
     compile_seconds = time.perf_counter() - start
 
@@ -2003,7 +2043,8 @@ def main(words=None):
         video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_args = without_processes(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", vars(run_args))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    for name in ("summary.json", "eval.json"):  # of an earlier end
+        (run_dir / name).unlink(missing_ok=True)
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     # --- Train: while the device works on a chunk of updates, the host logs the one before ---
@@ -2079,7 +2120,7 @@ def main(words=None):
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")
     if video:
-        print(f"video: {video}")
+        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
 
 

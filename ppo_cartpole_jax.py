@@ -10,8 +10,8 @@
     python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluate a saved run, record a video
 
 With its default flags every one of 20 seeds reaches the maximum, a return of 500 in each of 100
-greedy episodes. The setting of CleanRL's and PureJaxRL's scripts, wider and not annealed, for
-comparisons of speed:
+greedy episodes. The setting of CleanRL's and PureJaxRL's scripts, wider, not annealed and with
+another epsilon, for comparisons of speed:
 
     python ppo_cartpole_jax.py --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr \
         --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8
@@ -137,7 +137,8 @@ class Args:
     eval_episodes: int = 100
     """greedy episodes of an evaluation, each in an environment of its own"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: only after the last update"""
+    """updates between evaluations during training; 0: none but after the last update and for
+    videos"""
     capture_video: bool = False
     """also record the policy during training, not only at its end"""
     video_interval: int = 50
@@ -237,6 +238,7 @@ class CartPole:
     shapes and types (the agent below takes arrays; others need another `forward`). `terminated` is
     a bool. Neither time limit nor reset belong inside: `rollout` takes care of both. It draws all
     of its start states at once and keeps every observation, which very large ones may not allow.
+    Evaluation plays `max_episode_steps` steps and keeps the states of one environment.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -544,14 +546,14 @@ def restart_ended(done, stats):
     )
 
 
-def where_done(done, fresh, running):
-    """`fresh` where `done` [N], `running` elsewhere; both are trees of arrays [N, ...]."""
+def select(mask, yes, no):
+    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
-    def choose(fresh, running):
-        per_array = done.reshape(done.shape + (1,) * (fresh.ndim - 1))  # [N, 1, ...]
-        return jnp.where(per_array, fresh, running)
+    def choose(yes, no):
+        per_array = mask.reshape(mask.shape + (1,) * (yes.ndim - 1))  # [N, 1, ...]
+        return jnp.where(per_array, yes, no)
 
-    return jax.tree.map(choose, fresh, running)
+    return jax.tree.map(choose, yes, no)
 
 
 def gpu_unroll(platform, steps):
@@ -605,7 +607,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
         )
 
         # --- Then begin a new one ---
-        env_state = where_done(done, start_state, next_state)
+        env_state = select(done, start_state, next_state)
         return (env_state, restart_ended(done, stats)), transition
 
     inputs = action_keys, step_keys, start_states
@@ -745,7 +747,7 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum; the greatest of all minibatches counts."""
+    """A metric of a minibatch that is a maximum, for your own; the greatest of all counts."""
 
     value: jax.Array
 
@@ -760,13 +762,13 @@ def ppo_loss(args, params, batch):
     Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
 
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), so it
-    measures no progress: only its gradient matters. The value loss is half the mean squared
-    distance to the target, advantage + old value. With `clip_vloss` a value that has moved by more
-    than clip_coef from the old one no longer moves on: the larger of both errors counts, and the
-    clipped one has no gradient. That slows the critic wherever values are large (here up to
-    1 / (1 - gamma) = 100), so it is off by default. The entropy bonus keeps the policy from
-    becoming certain before it has tried.
+    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
+    these are normalised, so it measures no progress: only its gradient matters. The value loss is
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
+    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
+    errors counts, and the clipped one has no gradient. That slows the critic wherever values are
+    large (here up to 1 / (1 - gamma) = 100), so it is off by default. The entropy bonus keeps the
+    policy from becoming certain before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1 (until all returns are the same).
@@ -822,10 +824,10 @@ def loss_gradient(args, params, batch, platform, sharding):
 def random_permutation(key, n):
     """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
 
-    That one sorts, which takes 40% of the speed of training. Few numbers are ranked by comparing
-    all with all. For many there is a Feistel network: it is a bijection on the bits of the index,
-    whatever function mixes their halves. Where n is no power of two, indices that leave the range
-    walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    That one sorts, which took 40% of the time of training CartPole. Few numbers are ranked by
+    comparing all with all. For many there is a Feistel network: it is a bijection on the bits of
+    the index, whatever function mixes their halves. Where n is no power of two, indices that leave
+    the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
     if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
         draws = jax.random.bits(key, n, jnp.uint32)
@@ -1171,7 +1173,7 @@ def evaluate(args, params, key):
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
         keys = jax.random.split(key, args.eval_episodes)
         next_state, reward, terminated = jax.vmap(env.step)(keys, state, dist.mode())
-        state = where_done(running, next_state, state)
+        state = select(running, next_state, state)
         first_state = jax.tree.map(lambda x: x[0], state)
         return (state, running & ~terminated), (jnp.where(running, reward, 0), running, first_state)
 
@@ -1282,11 +1284,15 @@ def create_run_folders(args):
 
 
 def write_json(path, content):
-    """Writes JSON atomically; numbers that are not finite become null."""
+    """Writes JSON atomically; numbers that are not finite become null. Raises RunError."""
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def load_args(run_dir):
@@ -1296,6 +1302,9 @@ def load_args(run_dir):
     """
     try:
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        unknown = saved.keys() - vars(Args()).keys()  # tyro has flags of its own: one writes a file
+        if unknown:
+            raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
         words = []
         for name, value in saved.items():
             if isinstance(value, bool):
@@ -1318,7 +1327,7 @@ def load_args(run_dir):
 
 
 def leaf_name(path):
-    """The name of an array in a checkpoint, such as params/actor/0/w, from its path."""
+    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -1334,18 +1343,23 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest few."""
+    """Writes checkpoints/<update>.npz atomically, removes all but the newest few; RunError."""
     folder = pathlib.Path(run_dir, "checkpoints")
-    folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, **jax.device_get(flatten_state(state)))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
-        old.unlink(missing_ok=True)
+    arrays = jax.device_get(flatten_state(state))
+    try:
+        folder.mkdir(exist_ok=True)
+        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def load_checkpoint(args, run_dir):
@@ -1360,6 +1374,9 @@ def load_checkpoint(args, run_dir):
         raise RunError(message) from error
     template = jax.eval_shape(functools.partial(init_states, args))
     expected = jax.eval_shape(flatten_state, template)
+    for name, array in saved.items():  # NumPy saves bfloat16 as bytes without a type
+        if array.dtype.kind == "V" and name in expected:
+            saved[name] = array.view(expected[name].dtype)
     for name in sorted(expected.keys() | saved.keys()):
         have, want = (
             f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
@@ -1445,8 +1462,10 @@ class Logger:
         for writer in self.writers:
             writer.flush()  # before a checkpoint: a killed run must not lose what comes before it
         self.check_losses(first, metrics["losses/grad_norm"])
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: no reason to stop
+        try:
             self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
+        except BrokenPipeError:  # nobody listens any more: no reason to stop
+            sys.stdout = open(os.devnull, "w")
 
     def print_progress(self, update, metrics):
         """One line that is rewritten on a terminal, a new one each time elsewhere."""
@@ -1547,12 +1566,13 @@ def parse_args(words=None):
 
     saved = load_args(run_dir)
     if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        saved = dataclasses.replace(saved, num_devices=1, videos_dir=Args().videos_dir)
+        own = dict(num_devices=1, track=False, videos_dir=Args().videos_dir)
+        saved = dataclasses.replace(saved, **own)
     default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
     args = tyro.cli(Args, args=words, default=default)
     may_change = {"resume", "eval", "eval_episodes", "videos_dir", "num_devices"}
     if args.resume is not None:
-        may_change |= {"runs_dir", "log_interval", "checkpoint_interval", "eval_interval"}
+        may_change |= {"log_interval", "checkpoint_interval", "eval_interval"}
         may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
         if not args.anneal_lr:
             may_change.add("total_timesteps")
@@ -1560,7 +1580,10 @@ def parse_args(words=None):
         old, new = getattr(saved, field.name), getattr(args, field.name)
         if new != old and field.name not in may_change:
             flag = "--" + field.name.replace("_", "-")
-            raise UsageError(f"{flag} {new}: this run has {old}, which cannot change here")
+            message = f"{flag} {new}: this run has {old}, which cannot change here"
+            if field.name == "total_timesteps" and args.resume is not None:
+                message += " (only where the learning rate is not annealed)"
+            raise UsageError(message)
     check_args(args)
     return args
 
@@ -1568,8 +1591,9 @@ def parse_args(words=None):
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles, from the user's cache folder.
 
-    JAX's own settings, environment variables included, win. Programs hold instructions of one
-    processor and formats of one jaxlib, so each combination has a folder of its own.
+    A folder that JAX was told already, by an environment variable too, wins. Programs hold
+    instructions of one processor and formats of one jaxlib, so each combination has a folder of its
+    own.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -1583,14 +1607,16 @@ def use_compilation_cache():
         name = f"jaxlib-{jax.lib.__version__}-{zlib.crc32(features.encode()):08x}"
         folder = home / "single-file-jax-ppo" / name
         folder.mkdir(parents=True, exist_ok=True)
-        # JAX's own limit needs another package. One gigabyte, oldest first.
-        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        sizes = np.cumsum([path.stat().st_size for path in files])
-        for path, size in zip(files, sizes):
-            if size > 2**30:
-                path.unlink(missing_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
+    # JAX's own limit needs another package. One gigabyte, oldest first.
+    with contextlib.suppress(OSError):  # another process may do the same
+        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
+        sizes = itertools.accumulate(status.st_size for status, _ in files)
+        for (_, path), size in zip(files, sizes):
+            if size > 2**30:
+                path.unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -1607,7 +1633,7 @@ class StopSignals:
 
     def receive(self, number, frame):
         self.received = number
-        for n in self.handlers:
+        for n in (signal.SIGINT, signal.SIGTERM):
             signal.signal(n, signal.SIG_DFL)
 
     def __exit__(self, *exception):
@@ -1636,12 +1662,15 @@ def evaluate_run(args):
     run_dir = pathlib.Path(args.eval)
     state = load_checkpoint(args, run_dir)
     evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
-    summary = summarize_evaluation(args, evaluation, finite_agents(state.params))
+    finite = finite_agents(state.params)
+    summary = summarize_evaluation(args, evaluation, finite)
+    summary["total_timesteps"] = int(state.update[0]) * args.batch_size
+    summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
     write_json(run_dir / "eval.json", summary)
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
-        print(f"video: {video}")
+        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(describe(summary))
 
 
@@ -1679,7 +1708,8 @@ def main(words=None):
         run_dir = pathlib.Path(args.resume)
         video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     write_json(run_dir / "args.json", vars(dataclasses.replace(args, resume=None)))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    for name in ("summary.json", "eval.json"):  # of an earlier end
+        (run_dir / name).unlink(missing_ok=True)
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     # --- Train: while the device works on a chunk of updates, the host logs the one before ---
@@ -1751,7 +1781,7 @@ def main(words=None):
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")
     if video:
-        print(f"video: {video}")
+        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
 
 

@@ -224,7 +224,8 @@ class Args:
     eval_mode: Literal["greedy", "sampled"] = "greedy"
     """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: only after the last update"""
+    """updates between evaluations during training; 0: none but after the last update and for
+    videos"""
     capture_video: bool = False
     """also record the policy during training, not only at its end"""
     video_interval: int = 50
@@ -298,7 +299,7 @@ class Args:
     """also reward what the agent does for the first time in an episode, rare things more: see
     `Curiosity`"""
     int_coef: float = 0.05
-    """weight of that bonus"""
+    """weight of that bonus; in a whole episode it should stay below the reward of success"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
     target_kl: float | None = 0.02
@@ -327,6 +328,8 @@ class Args:
 # (object, colour, state). Kinds are multiples of 8; up to LAVA they are 8 times Farama's object
 # codes (its 10, the agent, is in no cell here). The state, which only doors have, is folded in as
 # two more kinds of door. A box that hides a key is a kind of its own too; its colour is the key's.
+# For a new kind, from 13 * 8 on, see also `unpack`, CODE_SIZES, SHAPES and what light passes in
+# `MiniGrid.view`.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN = 0 * 8
 EMPTY = 1 * 8
@@ -522,13 +525,15 @@ class MiniGrid:
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
     A new level is a function like `lava_gap_level` and a line in `TABLE`; one that takes more than
-    29 random numbers says so there, in `num_uniforms`. An environment of your own needs: `reset`,
-    `step`, `observe`, `num_actions`, `max_episode_steps`, for videos `width` and
-    `render(state, tile_size)`, and for `--count-bonus` `at_hand(obs)`. States and observations may
-    have any structure, shapes and types (but `ActorCritic` and the check in `forward` take this
-    one's observations: change them too; an image of other codes needs only other `code_sizes`, as
-    in `XLand`). `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes
-    care of both.
+    29 random numbers says so there, in `num_uniforms`. A level has walls all around: nothing checks
+    whether the agent leaves the grid.
+
+    An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
+    `max_episode_steps`, `code_sizes`, for videos `width` and `render(state, tile_size)`, and for
+    `--count-bonus` `at_hand(obs)`. States and observations may have any structure, shapes and types
+    (but `ActorCritic` and the check in `forward` take this one's observations: change them too; an
+    image of other codes needs only other `code_sizes`, as in `XLand`). The reward is float32,
+    `terminated` a bool. Neither time limit nor reset belong inside: `rollout` takes care of both.
     """
 
     env_id: str
@@ -731,15 +736,15 @@ class MiniGrid:
         return obs
 
     def at_hand(self, obs):
-        """What the agent carries and what it faces, for `Curiosity`: of `obs`, trees of [...], the
-        codes [..., 2, 3] of these cells, or with `pixels` their picture [..., 16, 8, 3].
+        """What `Curiosity` counts of an observation: the cell in front of the agent and its own.
 
-        Farama shows what is carried in the agent's own cell.
+        Codes [2, 3], or with `pixels` their picture [16, 8, 3]. Farama shows what the agent carries
+        in its own cell.
         """
         image, middle = obs["image"], VIEW // 2
         if self.pixels:  # rows, columns
-            return image[..., -2 * TILE :, TILE * middle : TILE * (middle + 1), :]
-        return image[..., middle, -2:, :]  # columns, rows
+            return image[-2 * TILE :, TILE * middle : TILE * (middle + 1)]
+        return image[middle, -2:]  # columns, rows
 
     def mission(self, state):
         """What to do in the level of a state: Farama's sentence, made on the host.
@@ -1678,7 +1683,7 @@ ENVIRONMENTS = {
 def find_env(env_id):
     """The environment of an id; UsageError with the nearest ids where there is none.
 
-    Where Farama has one version only, -v1 means the same as -v0.
+    Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
     """
     name = full_id(env_id)
     for known in (name, name.removesuffix("-v1") + "-v0"):
@@ -1763,12 +1768,11 @@ class XLand:
         return {"image": state.observation, "direction": state.state.agent.direction}
 
     def at_hand(self, obs):
-        """The codes [..., 2, 2] of the cells that the agent faces and stands on, for `Curiosity`.
-
-        What it carries it does not see here.
+        """What `Curiosity` counts of an observation: the codes [2, 2] of the cell in front of the
+        agent and of its own. What it carries it does not see here.
         """
-        view_size = obs["image"].shape[-2]
-        return obs["image"][..., -2:, view_size // 2, :]  # rows, columns
+        view_size = obs["image"].shape[1]
+        return obs["image"][-2:, view_size // 2]  # rows, columns
 
     def render(self, state, tile_size=32):
         """The whole level as uint8 pixels."""
@@ -1811,8 +1815,10 @@ def load_rulesets(benchmark_id):
         with bz2.open(benchmark_id, "rb") as file:
             return benchmarks.Benchmark(**ArrayUnpickler(file).load())
     except Exception as error:  # damaged bytes make pickle raise nearly anything
-        message = f"--benchmark-id {benchmark_id}: neither one of {', '.join(known)} nor a file"
-        raise UsageError(f"{message} of rulesets ({error})") from error
+        what = f"neither one of {', '.join(known)} nor a file of rulesets"
+        if benchmark_id in known:
+            what = "cannot be downloaded or read"
+        raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
 
 
 @functools.cache
@@ -1824,7 +1830,10 @@ def find_xland(env_id, benchmark_id, ruleset_id):
 
 
 def make_env(args):
-    """The environment; the only place that names it (`check_args` looks it up, no more)."""
+    """The environment; the only place that names it. UsageError where there is none of that id.
+
+    `full_id` writes MiniGrid- and -v0 around the ids of --env-id that do not begin with XLand-.
+    """
     if args.env_id.startswith(XLAND):
         return find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     return dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
@@ -2232,8 +2241,8 @@ def gru_gates(from_x, from_h, c):
 def scan_gru(step, h, inputs, reverse=False):
     """`jax.lax.scan` for `GRU`; on a GPU eight steps in an iteration, as `gpu_unroll` explains.
 
-    Only here the platform is not handed down but asked for while XLA's program is written: so the
-    signature of `forward` stays free of it.
+    Here and in `Encoder` the platform is not handed down but asked for while XLA's program is
+    written: so the signature of `forward` stays free of it.
     """
 
     def scan(h, inputs, unroll):
@@ -2450,6 +2459,18 @@ def init_agent_state(args, num_envs):
     )
 
 
+def agent_state_after(args, rnn_state, action, reward):
+    """The `AgentState` after a step, of [N], that ended no episode."""
+    num_envs = len(reward)
+    return AgentState(
+        rnn_state=rnn_state,
+        prev_action=action,
+        prev_reward=reward,
+        start=jnp.zeros(num_envs, bool),
+        prev_ended=no_ends(args, num_envs),
+    )
+
+
 def no_ends(args, num_envs):
     """`prev_ended` [N] where no episode has ended, () without trials."""
     return jnp.zeros(num_envs, bool) if args.episodes_per_trial > 1 else ()
@@ -2519,7 +2540,7 @@ class EpisodeStats(NamedTuple):
 class Trial(NamedTuple):
     """The running trial of every environment, or () without trials (`episodes_per_trial` 1).
 
-    A trial is E episodes in a row on the same level, from the same start state. An agent that
+    A trial is C episodes in a row on the same level, from the same start state. An agent that
     remembers the first one need not explore again. How to explore, what to remember and what to
     make of it nobody tells it: the weights learn that over many trials, and within a trial, where
     they stay as they are, the hidden state does the learning. This is meta-reinforcement learning
@@ -2542,8 +2563,8 @@ class Trial(NamedTuple):
     agent that was moved back to the start should know: `Inputs.prev_ended` tells it, and the reward
     before whether that was a success. Previous action, reward and end are RL^2's inputs.
 
-    Discounting goes on too: with E episodes of about s steps, gamma should be well above
-    1 - 1 / (E s). And gradients go back through one rollout only: what is to be remembered should
+    Discounting goes on too: with C episodes of about s steps, gamma should be well above
+    1 - 1 / (C s). And gradients go back through one rollout only: what is to be remembered should
     pay within `num_steps` steps.
     """
 
@@ -2554,7 +2575,8 @@ class Trial(NamedTuple):
 class Transition(NamedTuple):
     """One step of N environments; a trajectory has an axis of T steps in front.
 
-    Every array has N in front, those of the distribution and of structured actions too.
+    Every array has N in front, those of the distribution too. For actions that are no single
+    numbers change `init_agent_state` and the embedding in `ActorCritic` as well.
     """
 
     inputs: Inputs  # of [N]
@@ -2574,7 +2596,7 @@ class Batch(NamedTuple):
     """What the loss may read: T steps of N environments, or of the M of a minibatch."""
 
     inputs: Inputs  # of [T, N]
-    rnn_state: Any  # [1, N, ...], before the first step
+    rnn_state: Any  # [1, N, ...], before the first step; N is the second axis of every array
     action: jax.Array  # [T, N, ...]
     dist: Categorical  # the old policy's
     log_prob: jax.Array  # [T, N], the old policy's
@@ -2608,23 +2630,26 @@ class Curiosity(NamedTuple):
     action changes, for the same reason.)
 
     And success ends the episode, with all that is still new in it: were that worth more, the agent
-    would shun its goal. So int_coef is small.
+    would shun its goal. So int_coef is small: what an episode can still earn by it should stay
+    below the reward of success. n counts the episodes of the update itself too, so many
+    environments make the bonus smaller from the first update on.
 
-    Things are counted by their hash. Two that share one are taken for the same, which makes the
-    second a little less new, no more. The bonus is the reward of the action that led there, added
-    for the learner only: the agent does not observe it, and returns and success are without it.
-    What an episode begins with is nobody's merit, so the step that ended the one before has no
-    bonus. An agent that remembers knows what it has met: in a `Trial`, "in this episode" means in
-    this trial.
+    Things are counted by their hash; those of MiniGrid's codes all have different ones. Others that
+    share one are taken for the same. The bonus is the reward of the action that led there, added
+    for the learner only: the agent does not observe it, and returns and success are without it. The
+    observation after the last step of an episode is the first of the next one: nobody's merit, so
+    no bonus. An agent that remembers knows what it has met: in a `Trial`, "in this episode" means
+    in this trial.
     """
 
-    visits: jax.Array  # [2^VISIT_BITS] int32, how many episodes have met each thing
-    last_episode: jax.Array  # [N, 2^EPISODE_BITS] int32, the last episode that met it
-    episode: jax.Array  # [N] int32, number of the running episode (or trial)
+    visits: jax.Array  # [2^HASH_BITS] int32, how many episodes have met each thing
+    last_episode: jax.Array  # [N, 2^HASH_BITS] int32, the last episode that met it
+    episode: jax.Array  # [N] int32, a number that no episode (or trial) before had
 
 
-VISIT_BITS = 16  # of the hashes of things, in counts over all of training
-EPISODE_BITS = 12  # and within an episode
+# Of the hashes of things. A table is 32 KiB for each environment, also in a checkpoint, and holds a
+# few hundred things in an episode.
+HASH_BITS = 13
 
 
 def init_curiosity(args):
@@ -2632,8 +2657,8 @@ def init_curiosity(args):
     if not args.count_bonus:
         return ()
     return Curiosity(
-        visits=jnp.zeros(2**VISIT_BITS, jnp.int32),
-        last_episode=jnp.zeros((args.num_envs, 2**EPISODE_BITS), jnp.int32),
+        visits=jnp.zeros(2**HASH_BITS, jnp.int32),
+        last_episode=jnp.zeros((args.num_envs, 2**HASH_BITS), jnp.int32),
         episode=jnp.zeros(args.num_envs, jnp.int32),
     )
 
@@ -2665,14 +2690,14 @@ def restart_ended(done, stats):
     )
 
 
-def where_done(done, fresh, running):
-    """`fresh` where `done` [N], `running` elsewhere; both are trees of arrays [N, ...]."""
+def select(mask, yes, no):
+    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
-    def choose(fresh, running):
-        per_array = done.reshape(done.shape + (1,) * (fresh.ndim - 1))  # [N, 1, ...]
-        return jnp.where(per_array, fresh, running)
+    def choose(yes, no):
+        per_array = mask.reshape(mask.shape + (1,) * (yes.ndim - 1))  # [N, 1, ...]
+        return jnp.where(per_array, yes, no)
 
-    return jax.tree.map(choose, fresh, running)
+    return jax.tree.map(choose, yes, no)
 
 
 def reset_ended(env, keys, done, env_state):
@@ -2732,8 +2757,8 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
     Environment n starts anew after step t with the level that belongs to the t-th key of its own.
     With platform="cpu" levels are made when they are needed, in the loop of `reset_ended`. An
     accelerator would stop at every step to ask whether that loop goes on. So anywhere else a level
-    is made for every step of every environment beforehand, all at once; the same levels, of which
-    most are never used.
+    is made for every step of every environment beforehand, all at once or, where they are many,
+    step by step; the same levels, of which most are never used.
     """
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
@@ -2759,13 +2784,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         dist, value, rnn_state = forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.sample(action_key)
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        next_agent_state = AgentState(
-            rnn_state=rnn_state,
-            prev_action=action,
-            prev_reward=reward,
-            start=jnp.zeros(args.num_envs, bool),
-            prev_ended=no_ends(args, args.num_envs),
-        )
+        next_agent_state = agent_state_after(args, rnn_state, action, reward)
 
         # --- Has the episode ended, and with it the trial? ---
         stats = stats._replace(
@@ -2780,7 +2799,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
             truncated = truncated & is_last
             done = ended & is_last
         truncated_state = jax.tree.map(
-            lambda kept, new: kept.at[window].set(where_done(truncated, new, kept[window])),
+            lambda kept, new: kept.at[window].set(select(truncated, new, kept[window])),
             truncated_state,
             (next_env_state, next_agent_state),
         )
@@ -2799,11 +2818,11 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         if platform == "cpu":
             env_state = reset_ended(env, reset_keys, done, next_env_state)
         else:
-            env_state = where_done(done, levels, next_env_state)
+            env_state = select(done, levels, next_env_state)
         agent_state = next_agent_state._replace(start=done)
         if args.episodes_per_trial > 1:
-            start_state = where_done(done, env_state, trial.start_state)
-            env_state = where_done(ended, start_state, env_state)
+            start_state = select(done, env_state, trial.start_state)
+            env_state = select(ended, start_state, env_state)
             episode = jnp.where(done, 0, trial.episode + ended)
             trial = Trial(start_state=start_state, episode=episode)
             agent_state = agent_state._replace(prev_ended=ended)
@@ -2850,14 +2869,17 @@ def hash_things(things):
     a hash, however many of them (Dietzfelbinger et al., 1997, "multiply-shift"); its lower ones are
     not.
     """
-    rng = np.random.default_rng(0)
+    # Checkpoints hold counts by these hashes, so the constants may never change: NumPy promises
+    # that for this old generator. With this seed no two of the 874 pairs of cells that a MiniGrid
+    # agent can have at hand share their HASH_BITS.
+    rng = np.random.RandomState(109)
     total = jnp.uint32(0)
     for x in jax.tree.leaves(things):
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
             x = x ^ (x >> 16)  # round numbers differ in upper bits only, which a product loses
         x = x.astype(jnp.uint32).reshape(*x.shape[:2], -1)
-        constants = rng.integers(2**32, size=x.shape[2], dtype=np.uint32)
+        constants = rng.randint(2**32, size=x.shape[2], dtype=np.uint32)
         total = total + (x * constants).sum(2, dtype=jnp.uint32)
     return total
 
@@ -2869,25 +2891,21 @@ def count_bonus(args, curiosity, things, start):
     one; `start` [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins
     with the last ones: to meet them again there changes nothing.
     """
-    hashes = hash_things(things)
-    environments = jnp.arange(args.num_envs)
+    places = hash_things(things) >> (32 - HASH_BITS)
 
-    def look(carry, met):
+    def look(carry, thing):  # of one environment, one step
         last_episode, episode = carry
-        place, start = met  # [N]
+        place, start = thing
         episode = episode + start
-        is_new = last_episode[environments, place] != episode
-        last_episode = last_episode.at[environments, place].set(episode)
-        return (last_episode, episode), is_new
+        is_new = last_episode[place] != episode
+        return (last_episode.at[place].set(episode), episode), is_new
 
-    places = hashes >> (32 - EPISODE_BITS)
     carry = (curiosity.last_episode, curiosity.episode)
-    (last_episode, episode), is_new = jax.lax.scan(look, carry, (places, start))
-    places, is_new = hashes[1:] >> (32 - VISIT_BITS), is_new[1:]
+    (last_episode, episode), is_new = jax.lax.scan(jax.vmap(look), carry, (places, start))
+    places, is_new, start = places[1:], is_new[1:], start[1:]  # what an action led to
     visits = curiosity.visits.at[places].add(is_new)
-    is_earned = is_new & ~start[1:]
-    n = jnp.maximum(visits[places], 1)  # what training began with is not counted
-    bonus = args.int_coef * is_earned / jnp.sqrt(n)
+    n = jnp.maximum(visits[places], 1)  # 0 of what only the start of training met
+    bonus = args.int_coef * (is_new & ~start) / jnp.sqrt(n)
     return Curiosity(visits=visits, last_episode=last_episode, episode=episode), bonus
 
 
@@ -2988,7 +3006,7 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum; the greatest of all minibatches counts."""
+    """A metric of a minibatch that is a maximum, for your own; the greatest of all counts."""
 
     value: jax.Array
 
@@ -3003,12 +3021,14 @@ def ppo_loss(args, params, batch):
     Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
 
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), so it
-    measures no progress: only its gradient matters. The value loss is half the mean squared
-    distance to the target, advantage + old value. With `clip_vloss` a value that has moved by more
-    than clip_coef from the old one no longer moves on: the larger of both errors counts, and the
-    clipped one has no gradient. Values lie between -1 and 1 here, which leaves the critic room.
-    The entropy bonus keeps the policy from becoming certain before it has tried.
+    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
+    these are normalised, so it measures no progress: only its gradient matters. The value loss is
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
+    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
+    errors counts, and the clipped one has no gradient. Returns of an episode lie between -1 and 1,
+    which leaves the critic room; those of trials or with bonuses may be larger, and
+    `--no-clip-vloss` better. The entropy bonus keeps the policy from becoming certain before it has
+    tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1 (until all returns are the same).
@@ -3046,10 +3066,10 @@ def ppo_loss(args, params, batch):
 def random_permutation(key, n):
     """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
 
-    That one sorts, which takes 40% of the speed of training. Few numbers are ranked by comparing
-    all with all. For many there is a Feistel network: it is a bijection on the bits of the index,
-    whatever function mixes their halves. Where n is no power of two, indices that leave the range
-    walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    That one sorts, which took 40% of the time of training CartPole. Few numbers are ranked by
+    comparing all with all. For many there is a Feistel network: it is a bijection on the bits of
+    the index, whatever function mixes their halves. Where n is no power of two, indices that leave
+    the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
     if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
         draws = jax.random.bits(key, n, jnp.uint32)
@@ -3140,7 +3160,11 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, sharding):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on; checkpoints hold exactly this."""
+    """Everything that training needs to go on; checkpoints hold exactly this.
+
+    A field of your own begins in `init_train_state`, goes on in `update`, and has its line in
+    `state_shardings`, which is asked only where devices share the environments of an agent.
+    """
 
     params: dict
     opt_state: optax.OptState
@@ -3198,13 +3222,14 @@ def update(args, state, *, platform=None, sharding=None):
     # --- Reward what is new ---
     reward, curiosity = trajectory.reward, state.curiosity
     if args.count_bonus:
-        before, after = trajectory.inputs, make_inputs(env, env_state, agent_state)  # the last step
-        met = jax.tree.map(
+        last = make_inputs(env, env_state, agent_state)  # after the last step
+        things, start = jax.tree.map(
             lambda steps, x: jnp.concatenate([steps, x[None]]),
-            (env.at_hand(before.obs), before.start),
-            (env.at_hand(after.obs), after.start),
+            (trajectory.inputs.obs, trajectory.inputs.start),
+            (last.obs, last.start),
         )
-        curiosity, bonus = count_bonus(args, curiosity, *met)
+        things = jax.vmap(jax.vmap(env.at_hand))(things)
+        curiosity, bonus = count_bonus(args, curiosity, things, start)
         reward = reward + bonus
 
     # --- Advantages ---
@@ -3248,8 +3273,8 @@ def update(args, state, *, platform=None, sharding=None):
         "charts/episodic_return": jnp.nanmean(stats.last_return),  # NaN before an episode ends
         "charts/episodic_length": jnp.nanmean(stats.last_length),
     }
-    if args.count_bonus:  # of an environment, in all steps of the update
-        metrics["charts/intrinsic_return"] = bonus.sum(0).mean()
+    if args.count_bonus:
+        metrics["charts/intrinsic_reward"] = bonus.mean()
     state = TrainState(
         params=params,
         opt_state=opt_state,
@@ -3425,7 +3450,7 @@ def join_processes(args):
     """Starts JAX's distributed runtime; returns the arguments of this process.
 
     All processes do exactly the same, down to the files. What those after the first write goes into
-    a temporary folder, what they print nowhere.
+    a temporary folder, what they print nowhere, but for errors.
     """
     # JAX's own service would catch SIGTERM before `StopSignals` does.
     jax.config.update("jax_enable_preemption_service", False)
@@ -3489,7 +3514,8 @@ def agree_on_signal(signals):
 
 
 class Evaluation(NamedTuple):
-    """The C episodes of a trial in E environments, and what it takes to draw the first one's.
+    """The C episodes of a trial in E environments, and what it takes to draw those of the first
+    environment.
 
     S is max_episode_steps + 1; states after the end of an episode mean nothing.
     """
@@ -3535,19 +3561,13 @@ def evaluate(args, params, key):
                 action = dist.sample(jax.random.fold_in(action_key, now.t))
             keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
             env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
-            agent_state = AgentState(
-                rnn_state=rnn_state,
-                prev_action=action,
-                prev_reward=reward,
-                start=jnp.zeros(num_envs, bool),
-                prev_ended=no_ends(args, num_envs),
-            )
+            agent_state = agent_state_after(args, rnn_state, action, reward)
             return EvaluationStep(
                 t=now.t + 1,
                 running=now.running & ~terminated,
                 env_state=env_state,
                 # What an agent remembers at the end of its episode stays, for the trial's next one.
-                agent_state=where_done(now.running, agent_state, now.agent_state),
+                agent_state=select(now.running, agent_state, now.agent_state),
                 episode_return=now.episode_return + jnp.where(now.running, reward, 0),
                 episode_length=now.episode_length + now.running,
                 states=jax.tree.map(
@@ -3642,17 +3662,21 @@ def finite_agents(params):
     return np.all([np.isfinite(x).reshape(len(x), -1).all(1) for x in leaves], axis=0)
 
 
-def record_video(args, evaluation, folder, name, width=320):
-    """Writes the first agent's first episodes as a GIF; returns its path, None without `render`."""
+def record_video(args, evaluation, folder, name, width=320, max_frames=1000):
+    """Writes the first agent's first episode, or trial, as a GIF of at most `max_frames`.
+
+    Returns its path, None where the environment has no `render`.
+    """
     env = make_env(args)
     if not hasattr(env, "render"):
         return None
     states = jax.tree.map(lambda x: x[0] if is_key(x) else np.asarray(x[0]), evaluation.states)
+    lengths = np.asarray(evaluation.episode_length[0, :, 0], int)
+    moments = ((episode, t) for episode, length in enumerate(lengths) for t in range(length + 1))
     frames = []
-    for episode, length in enumerate(evaluation.episode_length[0, :, 0]):
-        for t in range(int(length) + 1):
-            state = jax.tree.map(operator.itemgetter((episode, t)), states)
-            frames.append(Image.fromarray(env.render(state, width // env.width)).quantize(64))
+    for moment in itertools.islice(moments, max_frames):
+        state = jax.tree.map(operator.itemgetter(moment), states)
+        frames.append(Image.fromarray(env.render(state, width // env.width)).quantize(64))
     path = pathlib.Path(folder, f"{name}.gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
@@ -3690,11 +3714,15 @@ def create_run_folders(args):
 
 
 def write_json(path, content):
-    """Writes JSON atomically; numbers that are not finite become null."""
+    """Writes JSON atomically; numbers that are not finite become null. Raises RunError."""
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def load_args(run_dir):
@@ -3704,6 +3732,9 @@ def load_args(run_dir):
     """
     try:
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        unknown = saved.keys() - vars(Args()).keys()  # tyro has flags of its own: one writes a file
+        if unknown:
+            raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
         words = []
         for name, value in saved.items():
             if isinstance(value, bool):
@@ -3726,7 +3757,7 @@ def load_args(run_dir):
 
 
 def leaf_name(path):
-    """The name of an array in a checkpoint, such as params/actor/0/w, from its path."""
+    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -3742,18 +3773,23 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically and removes all but the newest few."""
+    """Writes checkpoints/<update>.npz atomically, removes all but the newest few; RunError."""
     folder = pathlib.Path(run_dir, "checkpoints")
-    folder.mkdir(exist_ok=True)
     path = folder / f"{int(state.update[0]):09d}.npz"
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, **jax.device_get(flatten_state(state)))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
-        old.unlink(missing_ok=True)
+    arrays = jax.device_get(flatten_state(state))
+    try:
+        folder.mkdir(exist_ok=True)
+        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def load_checkpoint(args, run_dir):
@@ -3768,6 +3804,9 @@ def load_checkpoint(args, run_dir):
         raise RunError(message) from error
     template = jax.eval_shape(functools.partial(init_states, args))
     expected = jax.eval_shape(flatten_state, template)
+    for name, array in saved.items():  # NumPy saves bfloat16 as bytes without a type
+        if array.dtype.kind == "V" and name in expected:
+            saved[name] = array.view(expected[name].dtype)
     for name in sorted(expected.keys() | saved.keys()):
         have, want = (
             f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
@@ -3853,8 +3892,10 @@ class Logger:
         for writer in self.writers:
             writer.flush()  # before a checkpoint: a killed run must not lose what comes before it
         self.check_losses(first, metrics["losses/grad_norm"])
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: no reason to stop
+        try:
             self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
+        except BrokenPipeError:  # nobody listens any more: no reason to stop
+            sys.stdout = open(os.devnull, "w")
 
     def print_progress(self, update, metrics):
         """One line that is rewritten on a terminal, a new one each time elsewhere."""
@@ -3924,9 +3965,7 @@ def check_args(args):
         has_benchmark = args.benchmark_id is not None
         check(args.ruleset_id is None or has_benchmark, "--ruleset-id needs --benchmark-id")
         check(not args.img_obs, "--img-obs: XLand-MiniGrid's environments have codes only")
-        find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     else:
-        find_env(args.env_id)
         is_unused = args.benchmark_id is None and args.ruleset_id is None
         check(is_unused, "--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
     check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
@@ -3950,7 +3989,9 @@ def check_args(args):
     check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
     processes = args.num_processes if args.num_processes is not None else 1
     check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
-    check(args.distributed or args.num_processes is None, "--num-processes needs --distributed")
+    for flag in ("coordinator_address", "num_processes", "process_id"):
+        unused = not args.distributed and getattr(args, flag) is not None
+        check(not unused, f"--{flag.replace('_', '-')} needs --distributed")
     check(not (args.distributed and args.eval is not None), "--eval: without --distributed")
     message = f"--num-minibatches must divide --num-envs, {args.num_envs}"
     check(args.num_envs % args.num_minibatches == 0, message)
@@ -3975,16 +4016,17 @@ def parse_args(words=None):
     if args.resume is not None and args.eval is not None:
         raise UsageError("--resume and --eval exclude each other")
 
-    saved = load_args(run_dir)
+    saved = without_processes(load_args(run_dir))
     if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        saved = dataclasses.replace(saved, num_devices=1, videos_dir=Args().videos_dir)
+        own = dict(num_devices=1, track=False, videos_dir=Args().videos_dir)
+        saved = dataclasses.replace(saved, **own)
     default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
     args = tyro.cli(Args, args=words, default=default)
     may_change = {"resume", "eval", "eval_episodes", "eval_mode", "videos_dir", "num_devices"}
     if args.eval is not None:  # trials may go on for longer
         may_change.add("episodes_per_trial")
     if args.resume is not None:
-        may_change |= {"runs_dir", "log_interval", "checkpoint_interval", "eval_interval"}
+        may_change |= {"log_interval", "checkpoint_interval", "eval_interval"}
         may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
         may_change |= {"distributed", "coordinator_address", "num_processes", "process_id"}
         if not args.anneal_lr:
@@ -3993,7 +4035,10 @@ def parse_args(words=None):
         old, new = getattr(saved, field.name), getattr(args, field.name)
         if new != old and field.name not in may_change:
             flag = "--" + field.name.replace("_", "-")
-            raise UsageError(f"{flag} {new}: this run has {old}, which cannot change here")
+            message = f"{flag} {new}: this run has {old}, which cannot change here"
+            if field.name == "total_timesteps" and args.resume is not None:
+                message += " (only where the learning rate is not annealed)"
+            raise UsageError(message)
     check_args(args)
     return args
 
@@ -4001,8 +4046,9 @@ def parse_args(words=None):
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles, from the user's cache folder.
 
-    JAX's own settings, environment variables included, win. Programs hold instructions of one
-    processor and formats of one jaxlib, so each combination has a folder of its own.
+    A folder that JAX was told already, by an environment variable too, wins. Programs hold
+    instructions of one processor and formats of one jaxlib, so each combination has a folder of its
+    own.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -4016,14 +4062,16 @@ def use_compilation_cache():
         name = f"jaxlib-{jax.lib.__version__}-{zlib.crc32(features.encode()):08x}"
         folder = home / "single-file-jax-ppo" / name
         folder.mkdir(parents=True, exist_ok=True)
-        # JAX's own limit needs another package. One gigabyte, oldest first.
-        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        sizes = np.cumsum([path.stat().st_size for path in files])
-        for path, size in zip(files, sizes):
-            if size > 2**30:
-                path.unlink(missing_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
+    # JAX's own limit needs another package. One gigabyte, oldest first.
+    with contextlib.suppress(OSError):  # another process may do the same
+        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
+        sizes = itertools.accumulate(status.st_size for status, _ in files)
+        for (_, path), size in zip(files, sizes):
+            if size > 2**30:
+                path.unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -4040,7 +4088,7 @@ class StopSignals:
 
     def receive(self, number, frame):
         self.received = number
-        for n in self.handlers:
+        for n in (signal.SIGINT, signal.SIGTERM):
             signal.signal(n, signal.SIG_DFL)
 
     def __exit__(self, *exception):
@@ -4074,12 +4122,15 @@ def evaluate_run(args):
     run_dir = pathlib.Path(args.eval)
     state = load_checkpoint(args, run_dir)
     evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
-    summary = summarize_evaluation(args, evaluation, finite_agents(state.params))
+    finite = finite_agents(state.params)
+    summary = summarize_evaluation(args, evaluation, finite)
+    summary["total_timesteps"] = int(state.update[0]) * args.batch_size
+    summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
     write_json(run_dir / "eval.json", summary)
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
-        print(f"video: {video}")
+        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(describe(summary))
 
 
@@ -4096,6 +4147,7 @@ def main(words=None):
         raise UsageError("--track needs wandb: pip install wandb")
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
+    make_env(args)  # raises UsageError for what there is not; not before, since xminigrid uses JAX
     if args.num_devices > jax.local_device_count():
         raise UsageError(f"--num-devices {args.num_devices}: JAX sees {jax.local_devices()}")
     use_compilation_cache()
@@ -4126,7 +4178,8 @@ def main(words=None):
         video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     run_args = without_processes(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", vars(run_args))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    for name in ("summary.json", "eval.json"):  # of an earlier end
+        (run_dir / name).unlink(missing_ok=True)
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     # --- Train: while the device works on a chunk of updates, the host logs the one before ---
@@ -4200,7 +4253,7 @@ def main(words=None):
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")
     if video:
-        print(f"video: {video}")
+        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
 
 

@@ -189,20 +189,14 @@ def farama_success(args, params, episodes):
                 key, action_key = jax.random.split(key)
                 action, rnn_state = act(obs, agent_state, action_key)
                 rewards, chosen = np.zeros(side_by_side, np.float32), np.asarray(action)
-                now = script.AgentState(
-                    rnn_state=rnn_state,
-                    prev_action=action,
-                    prev_reward=rewards,
-                    start=np.zeros(side_by_side, bool),
-                    prev_ended=script.no_ends(args, side_by_side),
-                )
                 plays = running.copy()
                 for i in np.flatnonzero(plays):
                     outcome = games[i].step(int(chosen[i]))
                     observations[i], rewards[i], terminated, truncated, _ = outcome
                     running[i] = not (terminated or truncated)
                 successes[episode] += (rewards > 0).sum()
-                agent_state = script.where_done(plays, now, agent_state)
+                now = script.agent_state_after(args, rnn_state, action, rewards)
+                agent_state = script.select(plays, now, agent_state)
             if args.episodes_per_trial > 1:
                 agent_state = agent_state._replace(prev_ended=np.ones(side_by_side, bool))
         played += side_by_side

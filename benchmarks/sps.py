@@ -243,7 +243,7 @@ def our_minigrid(env_id, num_envs, stack):
             state = script.reset_ended(env, jax.random.split(reset_key, num_envs), done, state)
         else:
             levels = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
-            state = script.where_done(done, levels, state)
+            state = script.select(done, levels, state)
         return state, jax.vmap(env.observe)(state), (reward, done)
 
     def reset(keys):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import pathlib
 import pickle
 import re
 import shutil
@@ -153,6 +155,15 @@ def test_counts_that_are_not_whole(script, text, capsys):
     assert exit.value.code == 2 and "--total-timesteps" in capsys.readouterr().err
 
 
+@having("join_processes")
+@pytest.mark.quick
+def test_flags_of_processes_need_distributed(script):
+    """Without it they would be ignored, and every process would train alone."""
+    for flag in (dict(num_processes=2), dict(process_id=1), dict(coordinator_address="x:1")):
+        words = words_of(**QUICK[script.__name__] | flag)
+        assert "needs --distributed" in refusal(script.UsageError, script.parse_args, words)
+
+
 @having("make_mesh", lacking="make_pool")
 @pytest.mark.quick
 def test_more_devices_than_there_are(script, tmp_path):
@@ -243,6 +254,16 @@ def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch
         script.main(quick_words(script, tmp_path))
     assert "step" in [entry.name for entry in info.traceback]
     assert not list(tmp_path.iterdir())
+
+
+@once("Logger")
+def test_nobody_reads_the_output(script, tmp_path):
+    """As in `python script.py | head -1`: the run goes on to its successful end."""
+    process = start(script, tmp_path, **QUICK[script.__name__] | dict(log_interval=1))
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait() == 0 and process.stderr.read() == ""
+    assert json.loads((run_of(tmp_path) / "summary.json").read_text())["status"] == "finished"
 
 
 @once("RunError")
@@ -500,6 +521,33 @@ def test_cache_folder_that_cannot_be_written(script, tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
+@once("use_compilation_cache")
+@pytest.mark.quick
+def test_cache_has_a_limit(script, tmp_path, monkeypatch):
+    """The oldest files of more than a gigabyte go, those in folders too; the folders stay."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        script.use_compilation_cache()
+        cache = pathlib.Path(jax.config.jax_compilation_cache_dir)
+        (cache / "autotuning").mkdir()
+        ages = {"new": 0, "autotuning/newer": 1, "old": 2, "autotuning/oldest": 3}
+        for name, age in ages.items():
+            with open(cache / name, "wb") as file:
+                file.truncate(2**29)  # half a gigabyte, of nothing
+            os.utime(cache / name, (1e9 - age, 1e9 - age))
+        jax.config.update("jax_compilation_cache_dir", None)
+        script.use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(cache)
+        left = {str(path.relative_to(cache)) for path in cache.rglob("*")}
+        assert left == {"new", "autotuning", "autotuning/newer"}
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 @pytest.mark.quick
 def test_name_of_a_renamed_copy(script, tmp_path):
     """Its own, for runs and summaries."""
@@ -566,6 +614,43 @@ def test_eval_takes_episodes_and_folder_alone(script, run_copy, tmp_path):
     assert contents(run_copy) == before
     script.main(words_of(eval=run_copy, videos_dir=tmp_path / "videos", eval_episodes=7))
     assert json.loads((run_copy / "eval.json").read_text())["eval_episodes"] == 7
+
+
+@once("write_json")
+@pytest.mark.quick
+def test_links_are_not_followed(script, tmp_path):
+    """Temporary files that lie there already, in a stranger's folder, lead nowhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "checkpoints").mkdir()
+    for link in ("eval.tmp", "checkpoints/000000000.tmp"):
+        (tmp_path / link).symlink_to(victim)
+    script.write_json(tmp_path / "eval.json", {"x": 1})
+    state = script.init_states(quick_args(script))
+    script.save_checkpoint(tmp_path, state)
+    assert json.loads((tmp_path / "eval.json").read_text()) == {"x": 1}
+    assert np.load(newest_checkpoint(tmp_path)).files and victim.read_text() == "mine"
+
+
+@once("write_json")
+@pytest.mark.quick
+def test_what_cannot_be_written(script, tmp_path):
+    """Files that cannot be made are errors of a line, not of the code."""
+    (tmp_path / "eval.json").mkdir()
+    (tmp_path / "checkpoints").write_text("")
+    message = refusal(script.RunError, script.write_json, tmp_path / "eval.json", {})
+    assert "eval.json cannot be written" in message
+    state = script.init_states(quick_args(script))
+    assert "cannot be written" in refusal(script.RunError, script.save_checkpoint, tmp_path, state)
+
+
+@each_text("parse_args")
+def test_eval_of_a_tracked_run_needs_no_wandb(script, run_copy, tmp_path, monkeypatch):
+    """Evaluation logs nothing."""
+    edit_saved_args(run_copy, track=True)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    script.main(words_of(eval=run_copy, videos_dir=tmp_path / "videos"))
+    assert (run_copy / "eval.json").is_file()
 
 
 @once("evaluate_run")
@@ -672,6 +757,24 @@ def middles_of_members(path):
 
 
 @once("load_checkpoint")
+@pytest.mark.quick
+def test_checkpoint_of_bfloat16(script, tmp_path, monkeypatch):
+    """NumPy saves them as bytes without a type."""
+    args, init_agent = quick_args(script), script.init_agent
+    to_bfloat16 = lambda x: x.astype(jnp.bfloat16)
+    monkeypatch.setattr(
+        script, "init_agent", lambda *inputs: jax.tree.map(to_bfloat16, init_agent(*inputs))
+    )
+    state = script.init_states(args)
+    script.save_checkpoint(tmp_path, state)
+    loaded = script.load_checkpoint(args, tmp_path)
+    assert jax.tree.leaves(loaded.params)[0].dtype == jnp.bfloat16
+    ours, saved = script.flatten_state(loaded), script.flatten_state(state)
+    for name, x in saved.items():
+        np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(x), err_msg=name)
+
+
+@once("load_checkpoint")
 def test_flipped_bits_never_go_unnoticed(script, run_copy):
     """One bit flipped in each array and all over the file: an error, or else the same state.
 
@@ -758,6 +861,29 @@ def test_saved_values_that_cannot_be(script, changed, tmp_path):
 
 
 @pytest.mark.quick
+def test_flags_of_the_parser_are_no_saved_values(script, tmp_path):
+    """tyro has flags of its own, one of which writes a file wherever it is told to."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("tyro-write-completion", "tyro_write_completion"):
+        (tmp_path / "args.json").write_text(json.dumps({name: ["bash", str(victim)]}))
+        assert "unknown" in refusal(script.RunError, script.load_args, tmp_path)
+        assert victim.read_text() == "mine"
+
+
+@having("join_processes")
+@pytest.mark.quick
+def test_saved_processes_count_for_nothing(script, tmp_path):
+    """What a stranger's args.json names is not connected to."""
+    saved = dataclasses.asdict(quick_args(script))
+    saved |= dict(distributed=True, coordinator_address="10.0.0.1:1234", num_processes=2)
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    for use in ("resume", "eval"):
+        args = script.parse_args(words_of(**{use: tmp_path}))
+        assert not args.distributed and args.coordinator_address is args.num_processes is None
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options",
     [
@@ -835,13 +961,14 @@ def test_flags_that_resume_may_change(script, tmp_path):
 
     given = dict(total_timesteps=90, eval_episodes=7, log_interval=3, videos_dir="elsewhere")
     given |= dict(track=True, eval_interval=4, checkpoint_interval=9, capture_video=True)
-    given |= dict(video_interval=6, runs_dir="others", wandb_project="mine")
+    given |= dict(video_interval=6, wandb_project="mine")
     if not hasattr(script, "make_pool"):
         given |= {"num_devices": 3}
     assert resumed(**given) == dataclasses.replace(saved, resume=str(tmp_path), **given)
     assert "--total-timesteps" in refusal(script.UsageError, resumed, total_timesteps=20)
     changed = dict(learning_rate=0.5, num_envs=16, seed=7, gamma=0.5, num_seeds=2, num_steps=5)
     changed |= dict(exp_name="other", anneal_lr=True, norm_adv=not saved.norm_adv, target_kl=1.0)
+    changed |= dict(runs_dir="others")  # it goes on in its own folder
     for flag, value in changed.items():
         message = refusal(script.UsageError, resumed, **{flag: value})
         name = f"--{flag.replace('_', '-')}"

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -18,6 +19,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from conftest import environment, finish, load, run_main, scalars, words_of
+from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX
 
 import ppo_minigrid_rnn as script
 
@@ -581,7 +583,7 @@ def test_evaluation_plays_trials(monkeypatch):
             drawing_key = jax.random.fold_in(action_key, t)
             state, reward, terminated, rnn_state, action = step(state, agent_state, drawing_key)
             now = script.AgentState(rnn_state, action, reward, nobody, nobody)
-            agent_state = script.where_done(running, now, agent_state)
+            agent_state = script.select(running, now, agent_state)
             returns, lengths = returns + running * np.asarray(reward), lengths + running
             running = running & ~np.asarray(terminated)
         np.testing.assert_allclose(evaluation.episode_return[episode], returns, rtol=1e-6)
@@ -712,9 +714,7 @@ def test_the_bonus_is_in_the_advantages_only(monkeypatch, episodes):
         at_hand = inputs.obs["image"][..., 3, 5:, :]  # Farama's columns, rows: the last two
         rollouts.append((as_bytes(at_hand), inputs.start))
         extra.append(now["reward"] - trajectory.reward)
-        assert metrics["charts/intrinsic_return"] == pytest.approx(
-            extra[-1].sum(0).mean(), rel=1e-4
-        )
+        assert metrics["charts/intrinsic_reward"] == pytest.approx(extra[-1].mean(), rel=1e-4)
         np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward)
         ended = inputs.start[1:] if episodes == 1 else inputs.prev_ended[1:]
         for reward, end in zip(trajectory.reward, ended, strict=True):
@@ -724,6 +724,20 @@ def test_the_bonus_is_in_the_advantages_only(monkeypatch, episodes):
     np.testing.assert_allclose(extra, bonus_by_definition(0.5, rollouts), atol=1e-6)
     starts = np.stack([start[1:] for _, start in rollouts])
     assert starts.sum() >= 16 and (np.asarray(extra)[starts] == 0).all()
+
+
+def test_hashes_of_what_is_at_hand_all_differ():
+    """Of what a MiniGrid agent may face with what it may carry, as codes."""
+    kind = lambda name, colours, states=(0,): [
+        (OBJECT_TO_IDX[name], COLOR_TO_IDX[colour], state) for colour in colours for state in states
+    ]
+    things = [kind(name, COLOR_TO_IDX) for name in ("key", "ball", "box")]
+    things = [(OBJECT_TO_IDX["empty"], 0, 0), *itertools.chain(*things)]
+    fixed = kind("wall", ["grey"]) + kind("goal", ["green"]) + kind("lava", ["red"])
+    faced = things + fixed + kind("floor", COLOR_TO_IDX) + kind("door", COLOR_TO_IDX, range(3))
+    pairs = np.array(list(itertools.product(faced, things)), np.uint8)
+    hashes = np.asarray(script.hash_things(pairs[None]))[0]
+    assert np.unique(hashes >> (32 - script.HASH_BITS)).size == len(pairs) == 874
 
 
 def test_hashes_tell_things_apart():
@@ -760,7 +774,7 @@ def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path):
     for name, x in expected.items():
         np.testing.assert_array_equal(ours[name], x, err_msg=name)
     assert ours["curiosity/visits"].sum() > 2 * 16  # each of 16 environments met several things
-    logged = [scalars(run)["charts/intrinsic_return"] for run in (whole, part)]
+    logged = [scalars(run)["charts/intrinsic_reward"] for run in (whole, part)]
     assert logged[0] == logged[1] and len(logged[0]) == 4
 
 
@@ -947,7 +961,7 @@ def test_learns_to_reach_the_goal(tmp_path):
 
 def test_unknown_environment_names_the_nearest():
     with pytest.raises(script.UsageError, match="MiniGrid-DoorKey-6x6-v0"):
-        script.parse_args(["--env-id", "DorKey-6x6"])
+        script.main(["--env-id", "DorKey-6x6"])
     assert script.parse_args(["--env-id", "MemoryS9"]).env_id == "MiniGrid-MemoryS9-v0"
 
 
@@ -955,4 +969,4 @@ def test_xland_needs_a_package(monkeypatch):
     """What is in it is tested in test_xland.py, where it is installed."""
     monkeypatch.setitem(sys.modules, "xminigrid", None)
     with pytest.raises(script.UsageError, match="XLand-MiniGrid-R1-9x9 .*pip install xminigrid"):
-        script.parse_args(["--env-id", "XLand-MiniGrid-R1-9x9"])
+        script.main(["--env-id", "XLand-MiniGrid-R1-9x9"])

@@ -216,10 +216,10 @@ def test_observations_without_batch_axis(script):
         assert str(array.shape) in str(error.value)
 
 
-@once("where_done")
+@once("select")
 @pytest.mark.quick
 def test_states_of_any_shape_and_type(script):
-    """`where_done` chooses whole states, whatever arrays they consist of."""
+    """`select` chooses whole states, whatever arrays they consist of."""
     rng = np.random.default_rng(0)
 
     def state():
@@ -230,10 +230,10 @@ def test_states_of_any_shape_and_type(script):
             "key": keys,
         }
 
-    fresh, running, done = state(), state(), jnp.array([True, False, True])
-    chosen = script.where_done(done, fresh, running)
+    yes, no, mask = state(), state(), jnp.array([True, False, True])
+    chosen = script.select(mask, yes, no)
     for n in range(3):
-        expected = jax.tree.map(lambda x: x[n], fresh if done[n] else running)  # noqa: B023
+        expected = jax.tree.map(lambda x: x[n], yes if mask[n] else no)  # noqa: B023
         close(jax.tree.map(lambda x: x[n], chosen), expected, 0)  # noqa: B023
 
 

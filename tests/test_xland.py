@@ -136,6 +136,20 @@ reset(jax.random.split(jax.random.key(0), 3))
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
 
 
+def test_arguments_are_parsed_before_jax_starts(task_file):
+    """Processes that train together meet before JAX does anything; xminigrid makes arrays."""
+    words = ["--env-id", ROOM, "--benchmark-id", task_file]
+    code = f"""
+import ppo_minigrid_rnn as script
+from jax._src import xla_bridge
+args = script.parse_args({words})
+assert not xla_bridge.backends_are_initialized()
+script.make_env(args)
+assert xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
+
+
 def test_usage_errors(task_file, tmp_path):
     """One line each; what xminigrid knows is in it."""
     (tmp_path / "damaged").write_bytes(b"BZh9")
@@ -151,7 +165,7 @@ def test_usage_errors(task_file, tmp_path):
         (dict(env_id="Empty-5x5", benchmark_id=task_file), "--benchmark-id and --ruleset-id"),
     ]:
         with pytest.raises(script.UsageError, match=message) as error:
-            script.parse_args(words_of(**options))
+            script.main(words_of(**options))
         assert "\n" not in str(error.value)
 
 
