@@ -30,7 +30,7 @@ Where memory decides, and more exploration is needed:
 
 Where random play hardly ever succeeds, with a bonus for what is new (`Curiosity`):
 
-    python ppo_minigrid_rnn.py --env-id MultiRoom-N4-S5-v1 --total-timesteps 8e5 --num-envs 256 \
+    python ppo_minigrid_rnn.py --env-id KeyCorridorS4R3 --total-timesteps 8e6 --num-envs 1024 \
         --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 --gae-lambda 0.95 \
         --norm-adv --ent-coef 0.01 --count-bonus
 
@@ -3804,9 +3804,10 @@ def load_checkpoint(args, run_dir):
         raise RunError(message) from error
     template = jax.eval_shape(functools.partial(init_states, args))
     expected = jax.eval_shape(flatten_state, template)
-    for name, array in saved.items():  # NumPy saves bfloat16 as bytes without a type
-        if array.dtype.kind == "V" and name in expected:
-            saved[name] = array.view(expected[name].dtype)
+    for name in saved.keys() & expected.keys():  # NumPy saves bfloat16 as bytes without a type
+        dtype = expected[name].dtype
+        if saved[name].dtype == np.dtype(f"V{dtype.itemsize}"):
+            saved[name] = saved[name].view(dtype)
     for name in sorted(expected.keys() | saved.keys()):
         have, want = (
             f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"

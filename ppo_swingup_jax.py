@@ -1588,9 +1588,10 @@ def load_checkpoint(args, run_dir):
         raise RunError(message) from error
     template = jax.eval_shape(functools.partial(init_states, args))
     expected = jax.eval_shape(flatten_state, template)
-    for name, array in saved.items():  # NumPy saves bfloat16 as bytes without a type
-        if array.dtype.kind == "V" and name in expected:
-            saved[name] = array.view(expected[name].dtype)
+    for name in saved.keys() & expected.keys():  # NumPy saves bfloat16 as bytes without a type
+        dtype = expected[name].dtype
+        if saved[name].dtype == np.dtype(f"V{dtype.itemsize}"):
+            saved[name] = saved[name].view(dtype)
     for name in sorted(expected.keys() | saved.keys()):
         have, want = (
             f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
