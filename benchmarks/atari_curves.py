@@ -88,6 +88,7 @@ def read_run(run_dir):
         "hours": hours,
         "resumed": processes - 1,
         "status": summary.get("status", "not finished"),
+        "args": {name: x for name, x in args.items() if name not in ("runs_dir", "videos_dir")},
         **evaluation,
         "curve": "steps, hours, mean return of the last finished games",
         "curves": curves,

@@ -153,13 +153,6 @@ def test_folder_that_is_no_run_ends_both(script, tmp_path):
 
 
 @having("join_processes")
-def test_processes_without_distributed(script):
-    """Forgetting one flag would train as many agents, each alone."""
-    with pytest.raises(script.UsageError, match="--distributed"):
-        script.check_args(script.Args(num_processes=2))
-
-
-@having("join_processes")
 def test_evaluation_is_refused(script):
     """All processes would write the same eval.json."""
     with pytest.raises(script.UsageError, match="--eval"):
