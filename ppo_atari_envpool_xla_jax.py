@@ -24,8 +24,8 @@ the program compiled for an H100 that was not there, are 330,000 steps per secon
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows along the sum over steps of A grad log pi(a|s): make better actions likelier
-and worse ones rarer, the further from expectation the more. Proximal policy optimisation (PPO,
+was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
+better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
 https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
 sample from pushing the policy too far from the one that played. It repeats one update:
 
@@ -572,8 +572,8 @@ class EnvState(NamedTuple):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Reported are means over the environments' last finished episodes, which stay until the next one
-    ends. A mean over the episodes that end in one update would favour short ones: more of them end.
+    Logs show the mean, over environments, of the last episode that each has finished. A mean over
+    the episodes that end in one update would favour short ones: more of them end.
     """
 
     running_return: jax.Array
@@ -641,6 +641,13 @@ def device_key(key, axis_name):
     return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
 
+def check_one_each(num_envs, **arrays):
+    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
+    for name, array in arrays.items():
+        if array.shape != (num_envs,):
+            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+
+
 def gpu_unroll(platform, steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -684,7 +691,9 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
     def act(params, obs, key):  # one agent
         dist, value = forward(args, params, obs, platform=platform)
         action = dist.sample(key)
-        return action, dist, dist.log_prob(action), value
+        log_prob = dist.log_prob(action)
+        check_one_each(len(obs), value=value, log_prob=log_prob)
+        return action, dist, log_prob, value
 
     def by_agent(x):  # [K * N, ...] -> [K, N, ...]
         return x.reshape(num_agents, num_envs, *x.shape[1:])
@@ -801,7 +810,7 @@ def compute_gae(
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * (1 - terminated) * next_value - value
+    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
     decay = gamma * gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
@@ -903,10 +912,11 @@ def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
     mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
     these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
-    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
-    errors counts, and the clipped one has no gradient. That slows the critic wherever values are
-    large. The entropy bonus keeps the policy from becoming certain before it has tried.
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
+    larger of two errors counts, that of the value and that of the value held within clip_coef of
+    the old one. Once a value has moved further than that towards its target, the second one is
+    larger and has no gradient. That slows the critic wherever values are large. The entropy bonus
+    keeps the policy from becoming certain before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1.
@@ -2116,7 +2126,10 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if received:
-        print(f"interrupted at update {done}; to go on: python {sys.argv[0]} --resume {run_dir}")
+        how = f"python {sys.argv[0]} --resume {run_dir}"
+        if words is not None:  # called from Python, perhaps with parts replaced
+            how = f'main(["--resume", "{run_dir}"])'
+        print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")

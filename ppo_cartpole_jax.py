@@ -23,8 +23,8 @@ compiled for an H100 that was not there, are 15 million steps per second (benchm
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows along the sum over steps of A grad log pi(a|s): make better actions likelier
-and worse ones rarer, the further from expectation the more. Proximal policy optimisation (PPO,
+was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
+better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
 https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
 sample from pushing the policy too far from the one that played. It repeats one update:
 
@@ -45,6 +45,8 @@ Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it i
 `jax.vmap(f)` maps f over a leading axis of its arguments; `jax.lax.scan(f, carry, xs)` is a loop,
 `carry, y = f(carry, x)` for each x, that returns the last carry and all y, stacked; `jax.grad(f)`
 is the gradient of f; `jax.tree.map` applies a function to all arrays in nested tuples and dicts.
+Rarer are `lax.map`, a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which
+calls f or g; `lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing.
 Random numbers come from keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
@@ -486,8 +488,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Reported are means over the environments' last finished episodes, which stay until the next one
-    ends. A mean over the episodes that end in one update would favour short ones: more of them end.
+    Logs show the mean, over environments, of the last episode that each has finished. A mean over
+    the episodes that end in one update would favour short ones: more of them end.
     """
 
     running_return: jax.Array
@@ -556,6 +558,13 @@ def select(mask, yes, no):
     return jax.tree.map(choose, yes, no)
 
 
+def check_one_each(num_envs, **arrays):
+    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
+    for name, array in arrays.items():
+        if array.shape != (num_envs,):
+            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+
+
 def gpu_unroll(platform, steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -585,9 +594,11 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
-        dist, _ = forward(args, params, obs)
+        dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
+        log_prob = dist.log_prob(action)
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, reward=reward)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -599,7 +610,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
             obs=obs,
             action=action,
             dist=dist,
-            log_prob=dist.log_prob(action),
+            log_prob=log_prob,
             reward=reward,
             terminated=terminated,
             truncated=truncated,
@@ -690,7 +701,7 @@ def compute_gae(
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * (1 - terminated) * next_value - value
+    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
     decay = gamma * gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
@@ -764,11 +775,12 @@ def ppo_loss(args, params, batch):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
     mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
     these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
-    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
-    errors counts, and the clipped one has no gradient. That slows the critic wherever values are
-    large (here up to 1 / (1 - gamma) = 100), so it is off by default. The entropy bonus keeps the
-    policy from becoming certain before it has tried.
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
+    larger of two errors counts, that of the value and that of the value held within clip_coef of
+    the old one. Once a value has moved further than that towards its target, the second one is
+    larger and has no gradient. That slows the critic wherever values are large (here up to 1 / (1 -
+    gamma) = 100), so it is off by default. The entropy bonus keeps the policy from becoming certain
+    before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1 (until all returns are the same).
@@ -803,7 +815,7 @@ def ppo_loss(args, params, batch):
 
 
 def loss_gradient(args, params, batch, platform, sharding):
-    """(gradients of `ppo_loss`, metrics); on CPUs and TPUs block by block.
+    """(gradients of `ppo_loss`, metrics); on CPUs and TPUs large minibatches go block by block.
 
     A block is so small that its activations stay in the processor's cache (1.6 times as fast on a
     CPU at 1,024 x 128), or in the memory on a TPU's chip. Blocks are of one size, and `ppo_loss` is
@@ -1777,7 +1789,10 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if signals.received:
-        print(f"interrupted at update {done}; to go on: python {sys.argv[0]} --resume {run_dir}")
+        how = f"python {sys.argv[0]} --resume {run_dir}"
+        if words is not None:  # called from Python, perhaps with parts replaced
+            how = f'main(["--resume", "{run_dir}"])'
+        print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + signals.received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")

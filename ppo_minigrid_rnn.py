@@ -54,8 +54,8 @@ those of XLand-MiniGrid.
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows along the sum over steps of A grad log pi(a|s): make better actions likelier
-and worse ones rarer, the further from expectation the more. Proximal policy optimisation (PPO,
+was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
+better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
 https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
 sample from pushing the policy too far from the one that played. It repeats one update:
 
@@ -84,6 +84,8 @@ Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it i
 `jax.vmap(f)` maps f over a leading axis of its arguments; `jax.lax.scan(f, carry, xs)` is a loop,
 `carry, y = f(carry, x)` for each x, that returns the last carry and all y, stacked; `jax.grad(f)`
 is the gradient of f; `jax.tree.map` applies a function to all arrays in nested tuples and dicts.
+Rarer are `lax.map`, a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which
+calls f or g; `lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing.
 Random numbers come from keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
@@ -2527,8 +2529,8 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Reported are means over the environments' last finished episodes, which stay until the next one
-    ends. A mean over the episodes that end in one update would favour short ones: more of them end.
+    Logs show the mean, over environments, of the last episode that each has finished. A mean over
+    the episodes that end in one update would favour short ones: more of them end.
     """
 
     running_return: jax.Array
@@ -2735,6 +2737,13 @@ def truncation_window(args, env):
     return min(env.max_episode_steps, args.num_steps)
 
 
+def check_one_each(num_envs, **arrays):
+    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
+    for name, array in arrays.items():
+        if array.shape != (num_envs,):
+            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+
+
 def gpu_unroll(platform, steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -2783,7 +2792,9 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         inputs = make_inputs(env, env_state, agent_state)
         dist, value, rnn_state = forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.sample(action_key)
+        log_prob = dist.log_prob(action)
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, reward=reward)
         next_agent_state = agent_state_after(args, rnn_state, action, reward)
 
         # --- Has the episode ended, and with it the trial? ---
@@ -2807,7 +2818,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
             inputs=inputs,
             action=action,
             dist=dist,
-            log_prob=dist.log_prob(action),
+            log_prob=log_prob,
             value=value,
             reward=reward,
             terminated=terminated,
@@ -2949,7 +2960,7 @@ def compute_gae(
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * (1 - terminated) * next_value - value
+    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
     decay = gamma * gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
@@ -3023,12 +3034,12 @@ def ppo_loss(args, params, batch):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
     mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
     these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
-    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
-    errors counts, and the clipped one has no gradient. Returns of an episode lie between -1 and 1,
-    which leaves the critic room; those of trials or with bonuses may be larger, and
-    `--no-clip-vloss` better. The entropy bonus keeps the policy from becoming certain before it has
-    tried.
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
+    larger of two errors counts, that of the value and that of the value held within clip_coef of
+    the old one. Once a value has moved further than that towards its target, the second one is
+    larger and has no gradient. Returns of an episode lie between -1 and 1, which leaves the critic
+    room; those of trials or with bonuses may be larger, and `--no-clip-vloss` better. The entropy
+    bonus keeps the policy from becoming certain before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1 (until all returns are the same).
@@ -4249,7 +4260,10 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if received:
-        print(f"interrupted at update {done}; to go on: python {sys.argv[0]} --resume {run_dir}")
+        how = f"python {sys.argv[0]} --resume {run_dir}"
+        if words is not None:  # called from Python, perhaps with parts replaced
+            how = f'main(["--resume", "{run_dir}"])'
+        print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")

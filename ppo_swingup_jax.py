@@ -16,12 +16,13 @@
 With its default flags, in about half a minute on two CPU cores, the greedy policy swings the pole
 up and balances it from more than 99% of the start states (mean of 10 seeds). Training truncates
 episodes after 100 steps, because new starts teach more than further balancing does, so
-charts/episodic_return is that of at most 100 steps. Evaluation plays the task's 500, and
-eval/episodic_return is that of those. Both are plain sums of rewards, not discounted, not scaled.
+charts/episodic_return is that of at most 100 steps. Evaluation plays episodes of the task's full
+500 steps, whose return is eval/episodic_return. Both are plain sums of rewards, not discounted, not
+scaled.
 
-With 1,024 environments, where steps and minibatches follow, three of three seeds reach at least
-0.995 on a CPU. Predicted for a GPU, from the program compiled for an H100 that was not there, are
-8.6 million steps per second (benchmarks/README.md).
+With 1,024 environments, which by default means 5.9 million steps and 16 minibatches, three of three
+seeds succeed from at least 99.5% of the starts, on a CPU. On a GPU it has not run: predicted, from
+the program compiled for an H100, are 8.6 million steps per second (benchmarks/README.md).
 
 The setting of the notebook that this script succeeds, for comparisons (it normalised advantages
 over the whole batch, did not bound the policy's mean, and took truncation for termination):
@@ -33,8 +34,8 @@ over the whole batch, did not bound the policy's mean, and took truncation for t
 
 An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
 value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows along the sum over steps of A grad log pi(a|s): make better actions likelier
-and worse ones rarer, the further from expectation the more. Proximal policy optimisation (PPO,
+was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
+better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
 https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
 sample from pushing the policy too far from the one that played. It repeats one update:
 
@@ -55,6 +56,8 @@ Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it i
 `jax.vmap(f)` maps f over a leading axis of its arguments; `jax.lax.scan(f, carry, xs)` is a loop,
 `carry, y = f(carry, x)` for each x, that returns the last carry and all y, stacked; `jax.grad(f)`
 is the gradient of f; `jax.tree.map` applies a function to all arrays in nested tuples and dicts.
+Rarer are `lax.map`, a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which
+calls f or g; `lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing.
 Random numbers come from keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
@@ -270,10 +273,12 @@ class CartPoleSwingUp:
 
     An environment of your own needs `reset`, `step`, `observe`, `action_size` and
     `max_episode_steps`. States and observations may have any structure, shapes and types (the agent
-    below takes arrays; others need another `init_agent` and `forward`). `terminated` is a bool.
-    Neither time limit nor reset belong inside: `rollout` takes care of both. It draws all of its
-    start states at once and keeps every observation, which very large ones may not allow. An
-    environment may also have
+    below takes arrays; others need another `init_agent` and `forward`). `step` gets the raw sample
+    [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. `terminated` is a
+    bool. Neither time limit nor reset belong inside: `rollout` takes care of both. It draws all of
+    its start states at once and keeps every observation, and an evaluation keeps every state, which
+    very large ones may not allow (lower `--num-envs` and `--eval-episodes`). An environment may
+    also have
 
     - `render(state)`: then there are videos, in real time if it has `tau`, its seconds per step;
     - `succeeded(states)`: then there are success rates;
@@ -288,7 +293,7 @@ class CartPoleSwingUp:
     force: float = 20.0  # N, at most
     tau: float = 0.02  # s per step
     x_limit: float = 2.4  # m
-    upright: float = 0.95  # nearly upright is a larger cosine of the angle, 18 degrees at most
+    upright: float = 0.95  # cosine of the angle above which it is nearly upright: 18 degrees
     action_size: int = 1
     max_episode_steps: int = 500
     start: str = "random"
@@ -417,12 +422,16 @@ def make_env(args):
     """The environment; nothing else names it or, but for annotations, its state.
 
     For another one, mind the defaults that suit this one: `train_episode_steps`, `reward_scale`.
+    Called several times, also while JAX traces: it must be the same each time, and one that takes
+    long to make, or holds arrays, is made beforehand.
     """
     return CartPoleSwingUp(start=args.start)
 
 
 def with_time_limit(env, steps):
-    """A copy of an environment, of any class, that is truncated after `steps` at the latest.
+    """A copy of an environment that is truncated after `steps` at the latest.
+
+    Of any class whose `max_episode_steps` can be set: no property, no NamedTuple.
 
     >>> with_time_limit(CartPoleSwingUp(), 100).max_episode_steps
     100
@@ -466,7 +475,9 @@ class Gaussian(NamedTuple):
     actions would need another formula: all samples beyond a bound become one action, which has a
     probability, not a density.
 
-    Another distribution needs the same methods, and arrays with the batch axis in front.
+    Another distribution needs the same methods, and is a NamedTuple of arrays that all have the
+    batch axis in front (constants are better kept outside). Its `log_prob` must be finite at every
+    sample, also at one that was rounded to a bound, as those of tanh or of Beta may be.
 
     At the means, with deviations 1 and 2: -log(1) - log(2) - log(2 pi) = -2.531.
 
@@ -498,7 +509,8 @@ class Gaussian(NamedTuple):
     def entropy(self):
         """Entropies [...] of the densities, in nats: sum_i [log(sigma_i) + (1 + log(2 pi)) / 2].
 
-        Unlike that of a discrete choice, it falls below 0, for one number at a deviation of 0.24.
+        Unlike that of a discrete choice it can be negative: of one number where the deviation is
+        below 0.24.
         """
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
@@ -537,7 +549,7 @@ def mlp(layers, x):
 def init_agent(args, key, env):
     """Parameters: {"actor": layers, "critic": layers, "spread": [A], see `bounded_log_std`}.
 
-    `args` is for networks with flags.
+    `args` is for networks with flags. Every leaf is a float array that `adam_update` trains.
 
     Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
     features of the policy. Their gradients meet in one place only, the common norm (`adam_update`).
@@ -558,8 +570,8 @@ def bounded_log_std(spread):
 
     Of any shape: here parameters [A], but as well what a network computes, [M, A]. The limits keep
     the policy from losing all its noise, and the noise from drowning what the mean does. A clipped
-    parameter would have no gradient beyond a limit, and could never come back; tanh has one
-    everywhere, and slope 1 in the middle.
+    parameter would have no gradient beyond a limit, and could never come back; tanh has one on
+    both sides, though a small one far out (0.001 at 5), and slope 1 in the middle.
 
     >>> bounded_log_std(jnp.array([-9.0, 1.25 * math.atanh(0.2), 9.0])).round(2).tolist()
     [-2.0, -0.5, 0.5]
@@ -570,7 +582,9 @@ def bounded_log_std(spread):
 def forward(args, params, obs):
     """The policy's distribution and the values [M] of a batch of observations [M, ...].
 
-    Outside of the network the batch is the first axis, inside it is the last (see `mlp`).
+    M is N in a rollout, T * N for its values, and that of a minibatch or of a part of one in the
+    loss: no sample may depend on the others. Outside of the network the batch is the first axis,
+    inside it is the last (see `mlp`).
     """
     obs_size = params["actor"][0]["w"].shape[1]
     if obs.ndim == 0 or math.prod(obs.shape[1:]) != obs_size:
@@ -650,8 +664,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Reported are means over the environments' last finished episodes, which stay until the next one
-    ends. A mean over the episodes that end in one update would favour short ones: more of them end.
+    Logs show the mean, over environments, of the last episode that each has finished. A mean over
+    the episodes that end in one update would favour short ones: more of them end.
     """
 
     running_return: jax.Array
@@ -720,6 +734,13 @@ def select(mask, yes, no):
     return jax.tree.map(choose, yes, no)
 
 
+def check_one_each(num_envs, **arrays):
+    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
+    for name, array in arrays.items():
+        if array.shape != (num_envs,):
+            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+
+
 def gpu_unroll(platform, steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -749,9 +770,11 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
-        dist, _ = forward(args, params, obs)
+        dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
+        log_prob = dist.log_prob(action)
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, reward=reward)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -763,7 +786,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
             obs=obs,
             action=action,
             dist=dist,
-            log_prob=dist.log_prob(action),
+            log_prob=log_prob,
             reward=reward,
             terminated=terminated,
             truncated=truncated,
@@ -854,7 +877,7 @@ def compute_gae(
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * (1 - terminated) * next_value - value
+    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
     decay = gamma * gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
@@ -928,11 +951,12 @@ def ppo_loss(args, params, batch):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
     mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
     these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` a value
-    that has moved by more than clip_coef from the old one no longer moves on: the larger of both
-    errors counts, and the clipped one has no gradient. That slows the critic wherever values are
-    large (here up to reward_scale * 2.5 / (1 - gamma) = 10), so it is off by default. The entropy
-    bonus keeps the policy from becoming certain before it has tried.
+    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
+    larger of two errors counts, that of the value and that of the value held within clip_coef of
+    the old one. Once a value has moved further than that towards its target, the second one is
+    larger and has no gradient. That slows the critic wherever values are large (here up to
+    reward_scale * 2.5 / (1 - gamma) = 10), so it is off by default. The entropy bonus keeps the
+    policy from becoming certain before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly (it may
     be negative), action_std too (from 0.6), explained_variance that rises towards 1.
@@ -968,7 +992,7 @@ def ppo_loss(args, params, batch):
 
 
 def loss_gradient(args, params, batch, platform, sharding):
-    """(gradients of `ppo_loss`, metrics); on CPUs and TPUs block by block.
+    """(gradients of `ppo_loss`, metrics); on CPUs and TPUs large minibatches go block by block.
 
     A block is so small that its activations stay in the processor's cache (1.6 times as fast on a
     CPU at 1,024 x 128), or in the memory on a TPU's chip. Blocks are of one size, and `ppo_loss` is
@@ -1453,7 +1477,7 @@ def record_video(args, evaluation, folder, name):
     longest = max(int(length) for length, _ in panels)
     path = pathlib.Path(folder, f"{name}.mp4")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fps = round(1 / getattr(env, "tau", 1 / 30))
+    fps = max(1, round(1 / getattr(env, "tau", 1 / 30)))
     with warnings.catch_warnings():
         # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -1995,7 +2019,10 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if signals.received:
-        print(f"interrupted at update {done}; to go on: python {sys.argv[0]} --resume {run_dir}")
+        how = f"python {sys.argv[0]} --resume {run_dir}"
+        if words is not None:  # called from Python, perhaps with parts replaced
+            how = f'main(["--resume", "{run_dir}"])'
+        print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + signals.received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")

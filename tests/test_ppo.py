@@ -184,7 +184,7 @@ def test_gae_equals_definition(script, gae_lambda):
 def test_gae_worked_example(script):
     """Three steps, then a termination; with lambda 0 the advantages are the deltas."""
     value = jnp.array([[1.0], [1.5], [0.8]])
-    next_value = jnp.array([[1.5], [0.8], [123.0]])  # the last one must not be used
+    next_value = jnp.array([[1.5], [0.8], [jnp.nan]])  # the last one must not be used
     terminated = jnp.array([[False], [False], [True]])
     arrays = (jnp.ones((3, 1)), value, next_value, terminated, jnp.zeros_like(terminated))
     delta = script.compute_gae(*arrays, gamma=0.99, gae_lambda=0.0)

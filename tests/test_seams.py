@@ -216,6 +216,30 @@ def test_observations_without_batch_axis(script):
         assert str(array.shape) in str(error.value)
 
 
+@having("train")
+@pytest.mark.quick
+@pytest.mark.parametrize("wrong", ["value", "log_prob"])
+def test_outputs_of_wrong_shape(script, wrong, monkeypatch):
+    """Values or log-probabilities with an axis too many would be broadcast, to [N, N]."""
+    name = "forward_step" if hasattr(script, "forward_step") else "forward"
+    forward = getattr(script, name)
+
+    def odd_forward(*inputs):
+        dist, value, *rest = forward(*inputs)
+        return dist, value[..., None], *rest
+
+    if wrong == "value":
+        monkeypatch.setattr(script, name, odd_forward)
+    else:
+        distribution = getattr(script, "Gaussian", None) or script.Categorical
+        log_prob = distribution.log_prob
+        odd_log_prob = lambda dist, action: log_prob(dist, action)[..., None]
+        monkeypatch.setattr(distribution, "log_prob", odd_log_prob)
+    args = short_args(script)
+    with pytest.raises(ValueError, match=f"^{wrong} must have the shape"):
+        jax.eval_shape(functools.partial(script.train, args), jax.random.key(0))
+
+
 @once("select")
 @pytest.mark.quick
 def test_states_of_any_shape_and_type(script):
