@@ -1,30 +1,33 @@
 """Measures everything on one GPU and keeps what it has after each measurement, as JSON.
 
     python benchmarks/gpu.py --out gpu.json                   # all of it, in 25 minutes at most
-    python benchmarks/gpu.py --minutes 9 --only speed graphs  # stages or measurements by name
+    python benchmarks/gpu.py --minutes 9 --only correctness speed   # in parts, by name, into one
+    python benchmarks/gpu.py --minutes 9 --only learning atari      # file; if a command may run ten
+    python benchmarks/gpu.py --minutes 9 --only graphs profile games resume commands   # minutes
     python benchmarks/gpu.py --small --out trial.json         # tiny sizes, for a trial on a CPU
 
 | stage       | what is measured                                                                   |
 | ----------- | ---------------------------------------------------------------------------------- |
 | device      | versions, driver; rates of products and memory, seconds of kernels and loops       |
 | correctness | three updates beside the CPU's (1e-3); EnvPool's calls beside its plain interface  |
-| resume      | whether a resumed run ends bit for bit where the uninterrupted one ends            |
 | speed       | steps per second by environments and seeds; the settings of accelerators.py, with  |
 |             | the milliseconds that were estimated for them                                      |
 | learning    | steps and seconds of training until the task is solved                             |
-| commands    | the scripts' default commands, as a user would run them: seconds in all            |
-| graphs      | the training programs without CUDA graphs, and with all loops as CUDA graphs       |
 | atari       | emulators alone, network alone, half-pools, the whole                              |
-| purejaxrl   | PureJaxRL (`--purejaxrl FOLDER`, a clone) and CartPole in turn                     |
+| graphs      | the training programs without CUDA graphs, and with all loops as CUDA graphs       |
 | profile     | the kernels of an update by their time                                             |
+| purejaxrl   | PureJaxRL (`--purejaxrl FOLDER`, a clone) and CartPole in turn                     |
+| resume      | whether a resumed run ends bit for bit where the uninterrupted one ends            |
+| commands    | the scripts' default commands, as a user would run them: seconds in all            |
 | games       | Pong and Breakout, as far as the time goes                                         |
 
 Every stage runs in a process of its own, and gets its share of the time that is left. What fails,
 crashes or hangs costs its own measurement: the file then has the error's last line and the end of
 the log, a new process goes on with the next one. Without a package that it needs a measurement is
-"missing"; when the time is over the rest is "skipped". Ctrl-C keeps what is there. If the file
-exists, new measurements are put in the place of old ones, so that all can also be measured by
-several commands with `--only`.
+"missing"; when the time is over the rest is "skipped". Where JAX finds no GPU the program ends with
+status 3: a plugin that does not load would otherwise leave all to the CPU. Ctrl-C keeps what is
+there. If the file exists, new measurements are put in the place of old ones, but no failure in that
+of a success, so all can also be measured by several commands with `--only`.
 
 On a machine without a package registry, wheels of what it lacks can be carried there. Tyro takes
 0.3 MB (typeguard needs a recent typing-extensions, so that is among them), EnvPool 54 MB more,
@@ -34,16 +37,19 @@ without most of its assets: benchmarks/README.md says how.
         --platform manylinux_2_28_x86_64 -d wheels tyro docstring-parser typeguard typing-extensions
     # there:
     python -m pip install --no-index --no-deps --upgrade --target site wheels/*.whl
-    PYTHONPATH=site python benchmarks/gpu.py --out gpu.json
+    PYTHONPATH=$PWD/site python benchmarks/gpu.py --out gpu.json
 """
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import functools
 import gc
+import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -72,9 +78,10 @@ with unittest.mock.patch.dict(os.environ):  # which it changes, to compile witho
 
 CARTPOLE, SWINGUP, MINIGRID, ATARI = accelerators.SCRIPTS
 PURE = (CARTPOLE, SWINGUP, MINIGRID)  # whose environments are part of the program
-PACKAGES = (*sps.PACKAGES, "jaxlib", "jax-cuda13-plugin", "tyro", "numpy")
+PACKAGES = (*sps.PACKAGES, "tyro", "numpy")
 TOLERANCE = 1e-3
 LOG_LINES = 40  # of a failed measurement that are kept
+START_ANEW = 75  # exit status of a worker after an error of the device, which may outlast its cause
 
 # Where a task counts as solved: what is taken from the summary of an evaluation, and how much.
 SOLVED = {
@@ -115,6 +122,10 @@ GRAPHS = {
 }
 _, GAMES_FLAGS = accelerators.PRESETS["Atari, for a GPU"]
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+class NoGPU(Exception):
+    """JAX does not find one."""
 
 
 class Missing(Exception):
@@ -165,9 +176,26 @@ def fields_of(script, words):
 # ==================================================================================================
 
 
+def sources():
+    """{file: the beginning of its SHA-256} of what is measured and of what measures."""
+    files = [*ROOT.glob("ppo_*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return {path.name: digest(path) for path in sorted(files)}
+
+
+def nvidia_smi(query):
+    """What nvidia-smi answers, None without it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def versions():
     """What runs here."""
     devices = jax.local_devices()
+    installed = {x.metadata["Name"]: x.version for x in importlib.metadata.distributions()}
+    related = {n: v for n, v in installed.items() if n.startswith(("jax", "nvidia", "flax"))}
     facts = {
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in devices],
@@ -176,16 +204,17 @@ def versions():
         "machine": platform.platform(),
         "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in PACKAGES if version(package)},
+        | {package: version(package) for package in PACKAGES if version(package)}
+        | dict(sorted(related.items())),
         "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("JAX_", "XLA_", "CUDA_", "NVIDIA_"))
         },
+        "sources": sources(),
     }
-    if shutil.which("nvidia-smi"):
-        query = "name,driver_version,memory.total,clocks.max.sm,clocks.sm,power.limit"
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        facts["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return facts
+    query = "name,driver_version,memory.total,clocks.max.sm,clocks.sm,power.limit"
+    return facts | {"nvidia_smi": nvidia_smi(query)}
 
 
 def seconds_of(function, *arguments, repeats=10):
@@ -213,35 +242,42 @@ def peaks(choice):
 
 
 def launches():
-    """Microseconds of a kernel, and of an iteration of loops with a tiny one.
+    """Microseconds of eight tiny products with tanh, in a row and as the body of loops.
 
     `accelerators.py` assumes 1.5 microseconds for each kernel and nothing for loops.
     """
 
-    def straight(x):
-        for _ in range(100):  # products stay kernels of their own
+    def eight(x):  # products stay kernels of their own; few would not become a graph
+        for _ in range(8):
             x = jnp.tanh(x @ x)
         return x
 
+    def straight(x):
+        for _ in range(16):
+            x = eight(x)
+        return x
+
     def counted(x):
-        return jax.lax.fori_loop(0, 1000, lambda i, x: jnp.tanh(x @ x), x)
+        return jax.lax.fori_loop(0, 200, lambda i, x: eight(x), x)
 
     def on_data(x):
-        stop = lambda carry: (carry[1] < 1000) & (carry[0].sum() < jnp.inf)
-        step = lambda carry: (jnp.tanh(carry[0] @ carry[0]), carry[1] + 1)
+        stop = lambda carry: (carry[1] < 200) & (carry[0].sum() < jnp.inf)
+        step = lambda carry: (eight(carry[0]), carry[1] + 1)
         return jax.lax.while_loop(stop, step, (x, 0))[0]
 
     x = jax.random.normal(jax.random.key(0), (64, 64))
     row = {}
-    programs = {"straight": (straight, 1), "counted_loop": (counted, 1000)}
-    for name, (function, times) in (programs | {"loop_on_data": (on_data, 1000)}).items():
+    programs = {"straight": (straight, 16), "counted_loop": (counted, 200)}
+    for name, (function, times) in (programs | {"loop_on_data": (on_data, 200)}).items():
         for graphs, options in {"": None, "_without_graphs": GRAPHS["off"]}.items():
             compiled = jax.jit(function).lower(x).compile(compiler_options=options)
-            module = accelerators.Module(compiled.as_text())
-            loops = accelerators.loop_tree(module, accelerators.CHIPS["h100"])
-            microseconds = 1e6 * seconds_of(compiled, x) / times
-            kernels = loops.all_kernels if name == "straight" else loops.inner[0].all_kernels
-            row[f"{name}{graphs}"] = {"us": microseconds, "kernels": kernels}
+            found = {"us_of_eight": 1e6 * seconds_of(compiled, x) / times}
+            row[f"{name}{graphs}"] = found
+            with contextlib.suppress(Exception):  # the time counts, also where XLA's text is new
+                module = accelerators.Module(compiled.as_text())
+                loops = accelerators.loop_tree(module, accelerators.CHIPS["h100"])
+                body = loops if name == "straight" else loops.inner[0]
+                found["kernels"] = body.all_kernels
     return row
 
 
@@ -402,12 +438,15 @@ def run_script(name, words, folder, xla_flags="", seconds=None):
     require("tyro", "tensorboard", "PIL", "imageio")
     env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    paths = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))  # the script runs elsewhere
     start = time.perf_counter()
     command = [sys.executable, str(ROOT / f"{name}.py"), *words]
     log = pathlib.Path(folder, "log")
     before = set(pathlib.Path(folder).glob("runs/*/summary.json"))
     with log.open("w") as stream:
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=stream, stderr=stream)
+        options = dict(cwd=folder, env=env, stdout=stream, stderr=stream)
+        process = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -452,10 +491,11 @@ def resume_bit_for_bit(choice, name, xla_flags):
 
 
 def resume(choice):
-    for name in PURE:
-        yield name, functools.partial(resume_bit_for_bit, choice, name, DETERMINISTIC)
+    yield CARTPOLE, functools.partial(resume_bit_for_bit, choice, CARTPOLE, DETERMINISTIC)
     without = functools.partial(resume_bit_for_bit, choice, CARTPOLE, "")
     yield f"{CARTPOLE} without the flag", without
+    for name in (MINIGRID, SWINGUP):
+        yield name, functools.partial(resume_bit_for_bit, choice, name, DETERMINISTIC)
 
 
 def command_seconds(choice, name):
@@ -542,14 +582,14 @@ def speed_of(choice, name, wrap_pool=lambda envs: envs, **changes):
 
 
 def speed_of_setting(choice, setting, wrap_pool=lambda envs: envs):
-    """`speed_of` one of accelerators.py's settings, beside the estimates."""
-    name, flags = accelerators.SETTINGS[setting]
+    """`speed_of` one of accelerators.py's settings or presets, beside the estimates."""
+    name, flags = (accelerators.PRESETS | accelerators.SETTINGS)[setting]
     if name == ATARI:
         require("envpool")
     script = importlib.import_module(name)
     fields = fields_of(script, words_for(choice, name, flags, total_timesteps=10**6))
     row = speed_of(choice, name, wrap_pool, **fields)
-    return row | {"flags": flags, "estimated_ms": estimates(setting)}
+    return row | {"flags": flags, "estimated_ms_h100": estimates(setting)}
 
 
 def scaled(choice, name, changes, field, value):
@@ -559,7 +599,9 @@ def scaled(choice, name, changes, field, value):
 
 
 def speed(choice):
-    for setting, (name, _) in accelerators.SETTINGS.items():
+    for name in PURE:
+        yield f"{name} default", functools.partial(scaled, choice, name, {}, "num_seeds", 1)
+    for setting, (name, _) in (accelerators.PRESETS | accelerators.SETTINGS).items():
         if name == ATARI:  # the estimates are without emulators
             still = functools.partial(speed_of_setting, choice, setting, sps.StillPool)
             yield f"{setting}, emulators stand still", still
@@ -571,7 +613,7 @@ def speed(choice):
         for name, changes in large.items():
             measurement = functools.partial(scaled, choice, name, changes, "num_envs", size)
             yield f"{name} {size} environments", measurement
-    for number in [1, 2] if choice.small else [1, 256, 16]:
+    for number in [2] if choice.small else [256, 16]:
         for name in PURE:
             measurement = functools.partial(scaled, choice, name, {}, "num_seeds", number)
             yield f"{name} {number} seeds", measurement
@@ -646,25 +688,15 @@ def learning(choice):
 # ==================================================================================================
 
 
-def graphs_of(choice, name, flags):
-    """A training program compiled with and without CUDA graphs, measured in turn."""
+def graphs_of(choice, name, flags, variant):
+    """A training program as XLA has it and with one of GRAPHS, in turn."""
     script = importlib.import_module(name)
     fields = fields_of(script, words_for(choice, name, flags, total_timesteps=10**6))
-    row, group = {"flags": flags}, []
-    for label, options in {"as it is": None, **GRAPHS}.items():
-        try:
-            made = sps.ours(name, compiler_options=options, **fields)
-            group.append((label, lambda made=made: made))
-            row[label] = {"compile_seconds": made[1]["compile_seconds"]}
-        except Exception as error:
-            traceback.print_exc()
-            row[label] = {"error": last_line(error)}
-    measured = sps.measure(group, rounds_of(choice))
-    for label, (rounds, _) in measured.items():
-        base = measured["as it is"][0]
-        row[label] |= {"sps": statistics.median(rounds), "rounds": rounds}
-        row[label]["faster_by"] = statistics.median(a / b for a, b in zip(rounds, base))
-    return row
+    group = [
+        (label, functools.partial(sps.ours, name, compiler_options=options, **fields))
+        for label, options in {"as it is": None, variant: GRAPHS[variant]}.items()
+    ]
+    return {"flags": flags, **in_turn(choice, group)}
 
 
 def graphs(choice):
@@ -674,8 +706,10 @@ def graphs(choice):
         for setting, (name, flags) in accelerators.SETTINGS.items()
         if name != ATARI
     }
-    for setting, (name, flags) in settings.items():
-        yield setting, functools.partial(graphs_of, choice, name, flags)
+    for variant in GRAPHS:  # the one that may end in a crash comes last
+        for setting, (name, flags) in settings.items():
+            measurement = functools.partial(graphs_of, choice, name, flags, variant)
+            yield f"{setting}, {variant}", measurement
 
 
 # ==================================================================================================
@@ -685,7 +719,6 @@ def graphs(choice):
 
 def in_turn(choice, group):
     """{name: steps per second} of candidates that take turns, all faster than the first by."""
-    require("envpool")
     measured = sps.measure(group, rounds_of(choice))
     base = next(iter(measured.values()))[0]
     return {
@@ -699,8 +732,14 @@ def in_turn(choice, group):
     }
 
 
+def emulators_in_turn(choice, group):
+    """`in_turn` of candidates that need EnvPool."""
+    require("envpool")
+    return in_turn(choice, group)
+
+
 def atari(choice):
-    for num_envs in [8] if choice.small else [8, 64, 128, 256]:
+    for num_envs in [8] if choice.small else [64, 128, 8, 256]:
         fields = (small_fields(ATARI) if choice.small else {}) | {"num_envs": num_envs}
         halves = [
             ("one pool", functools.partial(sps.rollout_alone, 1, **fields)),
@@ -711,8 +750,9 @@ def atari(choice):
             ("emulators alone", functools.partial(sps.emulators_alone, **fields)),
             ("network alone", functools.partial(sps.ours, ATARI, sps.StillPool, **fields)),
         ]
-        yield f"rollouts, {num_envs} environments", functools.partial(in_turn, choice, halves)
-        yield f"parts, {num_envs} environments", functools.partial(in_turn, choice, whole)
+        for label, group in {"parts": whole, "rollouts": halves}.items():
+            measurement = functools.partial(emulators_in_turn, choice, group)
+            yield f"{label}, {num_envs} environments", measurement
 
 
 def beside_purejaxrl(choice):
@@ -746,7 +786,7 @@ def kernels_by_time(choice, name, flags):
     # A trace holds a million events.
     milliseconds, steps, operations = profile(name, updates=1, **fields_of(script, words))
     return {
-        "ms_per_update": milliseconds,
+        "traced_ms_per_update": milliseconds,  # without CUDA graphs: XLA has none while it traces
         "steps_per_update": steps,
         "busy_ms_per_update": sum(operation.milliseconds for operation in operations),
         "kernels_per_update": sum(operation.calls for operation in operations),
@@ -771,19 +811,20 @@ class Stage(NamedTuple):
 
     measurements: object  # a function of the command line's choices that yields (name, function)
     weight: float  # shares of the time left are in proportion to these
+    least: float = 0  # seconds that it gets at least
 
 
 STAGES = {
-    "device": Stage(device, 1),
-    "correctness": Stage(correctness, 3),
-    "resume": Stage(resume, 3),
+    "device": Stage(device, 1, least=90),
+    "correctness": Stage(correctness, 3, least=150),
     "speed": Stage(speed, 10),
     "learning": Stage(learning, 4),
-    "commands": Stage(commands, 2),
-    "graphs": Stage(graphs, 4),
     "atari": Stage(atari, 3),
-    "purejaxrl": Stage(purejaxrl, 1),
+    "graphs": Stage(graphs, 4),
     "profile": Stage(profile, 3),
+    "purejaxrl": Stage(purejaxrl, 1),
+    "resume": Stage(resume, 3),
+    "commands": Stage(commands, 2),
     "games": Stage(games, 4),
 }
 
@@ -793,23 +834,34 @@ def last_line(error):
     return traceback.format_exception_only(error)[-1].strip().splitlines()[-1][:500]
 
 
+def end_with_parent():
+    """Lets the kernel end this process with the one that started it, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def work(choice):
     """Measures what is named, one after the other; appends a line of JSON for each."""
+    end_with_parent()
     faulthandler.enable()
     jax.config.update("jax_enable_compilation_cache", False)
     measurements = dict(STAGES[choice.worker].measurements(choice))
     for name in choice.names:
-        start = time.perf_counter()
+        start, failure = time.perf_counter(), None
         try:
             row = measurements[name]()
         except (Missing, ModuleNotFoundError) as error:
             row = {"missing": str(error)}
         except Exception as error:
             traceback.print_exc()
-            row = {"error": last_line(error)}
+            row, failure = {"error": last_line(error)}, error
         row = {"name": name, "seconds": round(time.perf_counter() - start, 1), **row}
+        if clocks := nvidia_smi("clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"):
+            row["clock, power, temperature, throttling"] = clocks
         with choice.rows.open("a") as file:
             file.write(json.dumps(row, default=str) + "\n")
+        if isinstance(failure, jax.errors.JaxRuntimeError):
+            os._exit(START_ANEW)
         gc.collect()  # the arrays and programs of one measurement do not crowd out the next
         jax.clear_caches()
 
@@ -826,20 +878,29 @@ class Results:
         self.path = choice.out
         self.content = {"small": choice.small, "commands": [], "stages": {}}
         if self.path.exists():
-            before = json.loads(self.path.read_text())
-            if before["small"] == choice.small:
-                self.content = before
+            try:
+                before = json.loads(self.path.read_text())
+            except ValueError as error:
+                raise SystemExit(f"error: {self.path} is no file of this program") from error
+            if before["small"] != choice.small:
+                raise SystemExit(f"error: {self.path} has sizes of the other kind (--small)")
+            self.content = before
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         command = "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]])
-        self.content["commands"].append({"command": command, "date": now, "status": "running"})
+        entry = {"command": command, "commit": choice.commit, "date": now, "status": "running"}
+        self.content["commands"].append(entry)
         self.write()
 
     def add(self, stage, name, row):
-        """One more measurement, in the place of an earlier one of this name; that there was no time
-        for it takes no place."""
+        """One more measurement, in the place of an earlier one of this name; a failure takes no
+        place of a success."""
         measured = self.content["stages"].setdefault(stage, {})
-        if "skipped" not in row or "skipped" in measured.get(name, row):
+        row["command"] = len(self.content["commands"]) - 1
+        failures = {"error", "missing", "skipped"}
+        if not failures & set(row) or failures & set(measured.get(name, row)):
             measured[name] = row
+        elif "skipped" not in row:
+            measured[name].setdefault("failed_later", []).append(row)
         self.write()
         print(f"{stage}, {name}: {describe(row)}", flush=True)
 
@@ -896,8 +957,12 @@ def run_worker(choice, stage, left, deadline, folder, results):
     seen, waited = 0, 0.0  # s of sleep, so that a time in which all was suspended does not count
     # A game may take as long as the stage.
     patience = math.inf if stage == "games" else choice.patience
+    env = dict(os.environ)
+    if not choice.small:  # the CPU is compared with, but is no substitute
+        env.setdefault("JAX_PLATFORMS", "cuda,cpu")
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        options = dict(stdout=stream, stderr=stream, env=env, start_new_session=True)
+        process = subprocess.Popen(command, **options)
     why = None
     try:
         while left and why is None:
@@ -912,6 +977,8 @@ def run_worker(choice, stage, left, deadline, folder, results):
                 results.add(stage, name, row)
             seen = len(lines)
             if not left:
+                break
+            if process.returncode == START_ANEW:
                 break
             if not running:
                 why = f"the process ended with status {process.returncode}"
@@ -944,20 +1011,25 @@ def measure_all(choice, results):
     """All stages in turn, each within its share of the time that is left."""
     end = time.monotonic() + 60 * choice.minutes
     chosen = {}
-    for stage, (measurements, _) in STAGES.items():
+    for stage, (measurements, *_) in STAGES.items():
         names = [name for name, _ in measurements(choice) if is_chosen(choice, stage, name)]
         if names:
             chosen[stage] = names
     weights = {stage: STAGES[stage].weight for stage in chosen}
     for stage, left in chosen.items():
         now = time.monotonic()
-        deadline = now + (end - now) * weights[stage] / sum(weights.values())
+        share = (end - now) * weights[stage] / sum(weights.values())
+        deadline = min(end, now + max(share, STAGES[stage].least))
         del weights[stage]
         while left and time.monotonic() < deadline:
             with tempfile.TemporaryDirectory() as folder:
                 run_worker(choice, stage, left, deadline, folder, results)
         for name in left:
             results.add(stage, name, {"skipped": "no time was left"})
+        if stage == "device" and not choice.small:
+            backend = results.content["stages"]["device"]["versions"].get("backend")
+            if backend != "gpu":
+                raise NoGPU(f"JAX's backend is {backend}")
 
 
 def parse_args():
@@ -970,7 +1042,8 @@ def parse_args():
     option("--out", type=pathlib.Path, default=pathlib.Path("gpu.json"), help="JSON file")
     option("--small", action="store_true", help="tiny sizes, for a trial on a CPU")
     option("--purejaxrl", type=pathlib.Path, help="a clone of PureJaxRL's repository")
-    option("--patience", type=float, default=150, help="seconds that a measurement may take")
+    option("--patience", type=float, default=300, help="seconds that a measurement may take")
+    option("--commit", help="the commit that is measured, for the record")
     # What a worker is told:
     option("--worker", choices=STAGES, help=argparse.SUPPRESS)
     option("--names", nargs="+", help=argparse.SUPPRESS)
@@ -988,6 +1061,10 @@ def main():
     results = Results(choice)
     try:
         measure_all(choice, results)
+    except NoGPU as error:
+        results.end(f"no GPU: {error}")
+        print(f"error: {error}; {choice.out} has what JAX said", file=sys.stderr)
+        sys.exit(3)
     except KeyboardInterrupt:
         results.end("interrupted")
         print(f"interrupted; {choice.out} has what was measured")

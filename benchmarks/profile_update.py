@@ -41,11 +41,13 @@ def trace_events(folder):
     again under the operation and the module that it belongs to.
     """
     (path,) = pathlib.Path(folder).rglob("perfetto_trace.json.gz")
-    return kernel_events(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    on_gpu = jax.default_backend() == "gpu"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return kernel_events(events, needs_streams=on_gpu)
 
 
-def kernel_events(events):
-    """See `trace_events`; of the events of a trace."""
+def kernel_events(events, needs_streams=False):
+    """See `trace_events`; of the events of a trace. RuntimeError without the streams it needs."""
     streams = set()
     processes = {}  # number -> name
     for event in events:
@@ -56,6 +58,8 @@ def kernel_events(events):
         if on_device and event.get("name") == "thread_name":
             if event["args"]["name"].startswith("Stream"):
                 streams.add((event["pid"], event["tid"]))
+    if needs_streams and not streams:
+        raise RuntimeError("the trace has no kernels of the GPU, only what the host did")
     events = [event for event in events if event.get("ph") == "X"]
     if streams:
         return [event for event in events if (event["pid"], event["tid"]) in streams]

@@ -162,7 +162,8 @@ def flops_per_step(script, args, state, pool):
     """Floating-point operations of the products of an update, for each step of an environment."""
     num_agents = args.num_seeds
     if not pool:  # `train_step` is then of a single agent
-        state, num_agents = jax.tree.map(lambda x: x[0], state), 1
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        num_agents = 1
     jaxpr = jax.make_jaxpr(script.make_train_step(args, *pool))(state).jaxpr
     # Without what nothing reads, as XLA has it: a rollout's values, say, where they come later.
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -188,6 +189,9 @@ def ours(name, wrap_pool=lambda envs: envs, compiler_options=None, **changes):
         assert pool is not None  # the compiled program steps it: it has to live as long
         return time.perf_counter() - start
 
+    if jax.default_backend() != "cpu":  # the first calls load kernels and build graphs of them
+        for _ in range(3):
+            run(1)
     updates = 1
     while (seconds := run(updates)) < 0.5:  # warms up, finds how many updates make a second
         updates *= 2
@@ -292,14 +296,17 @@ def rollout_alone(num_pools, **changes):
     play = play.lower(carry[0], jax.random.key(0)).compile()
     facts = {"compile_seconds": time.perf_counter() - start}
 
-    def run():
+    def run(rollouts):
         start = time.perf_counter()
-        carry[0], _ = jax.block_until_ready(play(carry[0], jax.random.key(0)))
+        for _ in range(rollouts):
+            carry[0], _ = jax.block_until_ready(play(carry[0], jax.random.key(0)))
         assert pools is not None  # the compiled program steps them: they have to live as long
-        return args.num_steps * size * num_pools / (time.perf_counter() - start)
+        return time.perf_counter() - start
 
-    run()
-    return run, facts
+    run(1)
+    rollouts = max(1, round(1 / run(1)))  # of about a second
+    steps = rollouts * args.num_steps * size * num_pools
+    return lambda: steps / run(rollouts), facts
 
 
 def xminigrid_task(env_id, task_file):

@@ -425,7 +425,7 @@ def test_gpu_program(tmp_path):
         "--only",
     ]
     words += ["ppo_cartpole_jax like", "without the flag", "speed CartPole 4,096"]
-    words += ["learning CartPole 4,096", "graphs CartPole 4,096", "purejaxrl"]
+    words += ["learning CartPole 4,096", "graphs CartPole 4,096 x 128, off", "purejaxrl"]
     env = environment(1) | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(FOLDER / "gpu.py"), *words]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -436,7 +436,7 @@ def test_gpu_program(tmp_path):
     stages = content["stages"]
     (crash,) = stages.pop("purejaxrl").values()
     assert "ended with status -6" in crash["error"] and any("Abort" in x for x in crash["log"])
-    assert list(stages) == "device correctness resume speed learning graphs".split()
+    assert list(stages) == "device correctness speed learning graphs resume".split()
     rows = {stage: list(measured.values())[-1] for stage, measured in stages.items()}
     assert all(not {"error", "missing", "skipped"} & set(row) for row in rows.values()), rows
     assert "jax" in rows["device"]["versions"]
@@ -445,7 +445,7 @@ def test_gpu_program(tmp_path):
     speed = rows["speed"]
     assert speed["sps"] > 0 and speed["fields"]["num_envs"] == 8
     assert speed["ms_per_update"] == pytest.approx(64e3 / speed["sps"])
-    assert speed["estimated_ms"]["accelerators_before"] > 0
+    assert speed["estimated_ms_h100"]["accelerators_before"] > 0
     assert not rows["learning"]["solved"] and rows["learning"]["points"][-1][0] == 512
     assert rows["graphs"]["off"]["sps"] > 0 and rows["graphs"]["as it is"]["faster_by"] == 1
 
@@ -466,13 +466,39 @@ def test_gpu_program_interrupted(tmp_path):
     assert process.wait(60) == 130
     content = json.loads(out.read_text())
     assert content["commands"][-1]["status"] == "interrupted"
-    assert content["stages"]["device"]["launches"]["straight"]["us"] > 0
+    assert content["stages"]["device"]["launches"]["straight"]["us_of_eight"] > 0
 
     # Nothing runs without time, and nothing that is there is lost.
     subprocess.run([*command, "purejaxrl", "--minutes", "0"], env=environment(1), check=True)
     stages = json.loads(out.read_text())["stages"]
-    assert stages["device"]["launches"]["straight"]["us"] > 0
-    assert stages["purejaxrl"]["ppo_cartpole_jax"] == {"skipped": "no time was left"}
+    assert stages["device"]["launches"]["straight"]["us_of_eight"] > 0
+    assert stages["purejaxrl"]["ppo_cartpole_jax"] == {"skipped": "no time was left", "command": 1}
+
+
+def test_gpu_program_after_errors_of_the_device(tmp_path):
+    """The error is that of its own measurement; it takes no place of an earlier success."""
+    (tmp_path / "gymnax").mkdir()
+    (tmp_path / "gymnax" / "__init__.py").write_text("")
+    (tmp_path / "purejaxrl").mkdir()
+    lost = "import jax\nraise jax.errors.JaxRuntimeError('the device is lost')\n"
+    (tmp_path / "purejaxrl" / "ppo.py").write_text(lost)
+    out = tmp_path / "out.json"
+    success = {"ours_sps": 1.0, "command": 0}
+    before = {"small": True, "commands": [{}], "stages": {"purejaxrl": {}}}
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--small", "--out", str(out)]
+    command += ["--purejaxrl", str(tmp_path), "--only", "purejaxrl"]
+    env = environment(1) | {"PYTHONPATH": str(tmp_path)}
+    for expected in ({}, success):
+        before["stages"]["purejaxrl"] = {"ppo_cartpole_jax": expected} if expected else {}
+        out.write_text(json.dumps(before))
+        subprocess.run(command, env=env, check=True)
+        row = json.loads(out.read_text())["stages"]["purejaxrl"]["ppo_cartpole_jax"]
+        if expected:
+            (failure,) = row.pop("failed_later")
+            assert row == success
+        else:
+            failure = row
+        assert "the device is lost" in failure["error"]
 
 
 def test_kernels_of_a_trace():
@@ -495,6 +521,12 @@ gpu = [line(2, 1, "Stream #13(Compute)"), event(2, 1, "fusion_1"), process(2, "/
 gpu += [line(2, 2, "XLA Ops"), event(2, 2, "fusion.1")]
 assert [event["name"] for event in kernel_events(host + python + gpu)] == ["fusion_1"]
 assert [event["name"] for event in kernel_events(host + python)] == ["launch"]
+try:
+    kernel_events(host + python, needs_streams=True)
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("a GPU's trace without its streams")
 """
     command = [sys.executable, "-c", code]
     env = environment(1) | {"PYTHONPATH": str(FOLDER)}
