@@ -60,7 +60,7 @@ def test_steps_equal_xminigrid(task_file):
         equal((terminated | truncated)[running], np.asarray(timestep.last())[running])
         here, heading = np.asarray(timestep.state.agent.position), state.state.agent.direction
         front = here + np.array([[-1, 0], [0, 1], [1, 0], [0, -1]])[heading]  # row, column
-        at_hand = ours.at_hand(ours.observe(state))
+        at_hand = jax.vmap(lambda state: ours.at_hand(ours.observe(state)))(state)
         for cell, place in zip((0, 1), (front, here)):
             equal(at_hand[:, cell], state.state.grid[np.arange(num_envs), *place.T])
         running &= ~terminated & ~truncated
