@@ -778,9 +778,9 @@ def ppo_loss(args, params, batch):
     half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
     larger of two errors counts, that of the value and that of the value held within clip_coef of
     the old one. Once a value has moved further than that towards its target, the second one is
-    larger and has no gradient. That slows the critic wherever values are large (here up to 1 / (1 -
-    gamma) = 100), so it is off by default. The entropy bonus keeps the policy from becoming certain
-    before it has tried.
+    larger and has no gradient. That slows the critic wherever values are large (here up to
+    1 / (1 - gamma) = 100), so it is off by default. The entropy bonus keeps the policy from
+    becoming certain before it has tried.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(A), explained_variance that rises towards 1 (until all returns are the same).

@@ -2628,8 +2628,8 @@ class Curiosity(NamedTuple):
 
     Why not count all that the agent sees? Levels are drawn at random, so nearly every view is new,
     and things to carry and doors to shut make new ones without end. Such counts hardly fade, and
-    reward looking around as much as opening a lock. (Parisi et al., arXiv:2111.13119, count what an
-    action changes, for the same reason.)
+    reward looking around as much as opening a lock. (Parisi et al., arXiv:2111.13119, count what
+    changes in the environment, too.)
 
     And success ends the episode, with all that is still new in it: were that worth more, the agent
     would shun its goal. So int_coef is small: what an episode can still earn by it should stay
