@@ -3724,16 +3724,25 @@ def create_run_folders(args):
     return run_dir, video_dir
 
 
-def write_json(path, content):
-    """Writes JSON atomically; numbers that are not finite become null. Raises RunError."""
-    content = json.loads(json.dumps(content), parse_constant=lambda _: None)
+def write_file(path, content):
+    """Writes bytes to a file that nobody sees half-written; raises RunError."""
     temporary = path.with_suffix(".tmp")
     try:
+        path.parent.mkdir(exist_ok=True)
         temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error}") from error
+
+
+def write_json(path, content):
+    """Writes JSON; numbers that are not finite become null. Raises RunError."""
+    content = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def load_args(run_dir):
@@ -3784,23 +3793,14 @@ def flatten_state(state):
 
 
 def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz atomically, removes all but the newest few; RunError."""
+    """Writes checkpoints/<update>.npz and removes all but the newest few; raises RunError."""
     folder = pathlib.Path(run_dir, "checkpoints")
-    path = folder / f"{int(state.update[0]):09d}.npz"
-    temporary = path.with_suffix(".tmp")
-    arrays = jax.device_get(flatten_state(state))
-    try:
-        folder.mkdir(exist_ok=True)
-        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        for old in sorted(folder.glob("*.npz"))[:-num_kept]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}") from error
+    buffer = io.BytesIO()
+    np.savez(buffer, **jax.device_get(flatten_state(state)))
+    write_file(folder / f"{int(state.update[0]):09d}.npz", buffer.getbuffer())
+    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+        with contextlib.suppress(OSError):  # more files than needed do no harm
+            old.unlink()
 
 
 def load_checkpoint(args, run_dir):
