@@ -292,18 +292,30 @@ def device(choice):
 # ==================================================================================================
 
 
-def far_apart(ours, theirs):
-    """The largest difference between two trees of numbers, relative to those above 1; NaN == NaN.
+def differences(ours, theirs):
+    """{leaf: the largest difference of two trees there}, relative to numbers above 1; NaN == NaN.
 
     Infinite where only one of them is NaN.
     """
-    largest = 0.0
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    found = {}
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         difference = np.abs(a - b) / np.maximum(1, np.abs(b))
         difference = np.where(np.isnan(a) & np.isnan(b), 0, difference)
-        largest = max(largest, float(np.nan_to_num(difference, nan=math.inf).max(initial=0)))
-    return largest
+        largest = float(np.nan_to_num(difference, nan=math.inf).max(initial=0))
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = largest
+    return found
+
+
+def far_apart(ours, theirs):
+    """The largest of all `differences`."""
+    return max(differences(ours, theirs).values(), default=0.0)
+
+
+def furthest(ours, theirs, number=5):
+    """The leaves that differ most."""
+    found = differences(ours, theirs)
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:number])
 
 
 def places(choice):
@@ -339,6 +351,7 @@ def updates_like_cpu(choice, name):
         "passed": max(params + metrics) <= TOLERANCE,
         "params_differ": params,
         "metrics_differ": metrics,
+        "furthest": furthest(*pairs[0]),  # after the first update: later ones add up
         "tolerance": TOLERANCE,
     }
 
@@ -413,6 +426,7 @@ def atari_like_cpu(choice):
         "same_frames": bool(np.array_equal(*obs)),
         "params_differ": [params],
         "metrics_differ": [metrics],
+        "furthest": furthest(learned["device"], learned["cpu"]),
         "tolerance": TOLERANCE,
     }
 

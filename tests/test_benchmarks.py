@@ -440,7 +440,10 @@ def test_gpu_program(tmp_path):
     rows = {stage: list(measured.values())[-1] for stage, measured in stages.items()}
     assert all(not {"error", "missing", "skipped"} & set(row) for row in rows.values()), rows
     assert "jax" in rows["device"]["versions"]
-    assert rows["correctness"]["passed"] and len(rows["correctness"]["params_differ"]) == 3
+    correctness = rows["correctness"]
+    assert correctness["passed"] and len(correctness["params_differ"]) == 3
+    largest = max(correctness["params_differ"][0], correctness["metrics_differ"][0])
+    assert max(correctness["furthest"].values()) == largest
     assert rows["resume"]["passed"] and rows["resume"]["arrays"] > 10
     speed = rows["speed"]
     assert speed["sps"] > 0 and speed["fields"]["num_envs"] == 8
