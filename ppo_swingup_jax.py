@@ -13,7 +13,7 @@
     python ppo_swingup_jax.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_swingup_jax.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-With its default flags, in about half a minute on two CPU cores, the greedy policy swings the pole
+With its default flags, in less than half a minute on two CPU cores, the greedy policy swings the pole
 up and balances it from more than 99% of the start states (mean of 10 seeds). Training truncates
 episodes after 100 steps, because new starts teach more than further balancing does, so
 charts/episodic_return is that of at most 100 steps. Evaluation plays episodes of the task's full
@@ -24,7 +24,7 @@ With 1,024 environments, which by default means 5.9 million steps and 16 minibat
 seeds succeed from at least 99.5% of the starts, on a CPU. On a GPU it has not run: predicted, from
 the program compiled for an H100, are 8.6 million steps per second (benchmarks/README.md).
 
-The setting of the notebook that this script succeeds, for comparisons (it normalised advantages
+The setting of the notebook that this script replaces, for comparisons (it normalised advantages
 over the whole batch, did not bound the policy's mean, and took truncation for termination):
 
     python ppo_swingup_jax.py --total-timesteps 1e8 --num-envs 1024 --num-steps 128 \

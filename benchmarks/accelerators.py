@@ -988,7 +988,7 @@ SETTINGS = {
     ),
     "Atari 128 x 128": ("ppo_atari_envpool_xla_jax", "--num-envs 128"),
 }
-# One line for one large GPU that solves the task; the scripts' docstrings and README have them.
+# One line for one large GPU, of each script; their docstrings and README have them.
 PRESETS = {
     "CartPole, for a GPU": (
         "ppo_cartpole_jax",

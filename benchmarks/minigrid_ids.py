@@ -28,10 +28,10 @@ TOP = """# MiniGrid's ids, one by one
 
 Written by `python benchmarks/minigrid_ids.py`; a test guards it. What the columns say:
 
-- steps: thousands of random and of meaningful actions, in levels as they are and in levels full of
-  random things, give Farama's observations, rewards, terminations and truncations exactly
-  (`test_steps_equal_farama`).
-- levels: chi-square tests of many features find the distribution of Farama's levels
+- steps: more than a thousand random and meaningful actions, in levels as they are and in levels
+  full of random things, give Farama's observations, terminations and truncations exactly, and its
+  rewards to 1e-6 (`test_steps_equal_farama`).
+- levels: chi-square tests of many features do not tell the levels from Farama's
   (`test_level_distribution_equals_farama`).
 - solvable: a search over all levels drawn finds that each can be solved, or as many as of Farama's
   (`test_levels_are_solvable_and_complete`).
