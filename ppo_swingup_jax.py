@@ -13,9 +13,9 @@
     python ppo_swingup_jax.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_swingup_jax.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-With its default flags, in less than half a minute on two CPU cores, the greedy policy swings the pole
-up and balances it from more than 99% of the start states (mean of 10 seeds). Training truncates
-episodes after 100 steps, because new starts teach more than further balancing does, so
+With its default flags, in less than half a minute on two CPU cores, the greedy policy swings the
+pole up and balances it from more than 99% of the start states (mean of 10 seeds). Training
+truncates episodes after 100 steps, because new starts teach more than further balancing does, so
 charts/episodic_return is that of at most 100 steps. Evaluation plays episodes of the task's full
 500 steps, whose return is eval/episodic_return. Both are plain sums of rewards, not discounted, not
 scaled.

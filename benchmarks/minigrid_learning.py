@@ -80,8 +80,16 @@ RUNS = {
     "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=8_000_000),
     "Fetch-5x5-N2": dict(MISSION, total_timesteps=800_000),
     "GoToDoor-5x5": dict(MISSION, total_timesteps=600_000),
-    "GoToObject-6x6-N2": dict(MISSION, total_timesteps=800_000),
-    "PutNear-6x6-N2": dict(MISSION, total_timesteps=1_500_000),
+    "GoToObject-6x6-N2": dict(MISSION, total_timesteps=2_000_000),
+    "PutNear-6x6-N2": dict(
+        MISSION,
+        total_timesteps=4_000_000,
+        num_envs=256,
+        num_steps=64,
+        num_minibatches=8,
+        update_epochs=2,
+        gae_lambda=0.95,
+    ),
     # With MEMORY's entropy it had learned nothing after a million steps.
     "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
     "XLand-MiniGrid-R1-9x9": dict(
