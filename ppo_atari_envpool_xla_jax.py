@@ -77,10 +77,12 @@ import os
 import pathlib
 import platform as host_platform
 import re
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 import zlib
 from typing import Annotated, Literal, NamedTuple
@@ -97,7 +99,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
-SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
+# A renamed copy logs under its own name, "ppo (1).py" as ppo__1_.
+SCRIPT = re.sub(r"[^\w.-]", "_", pathlib.Path(__file__).stem, flags=re.ASCII)
 DEVICES = "devices"  # the mesh axis over which environments are spread, a device a process
 EVALUATION = 1  # sets the emulators' seeds of evaluations apart from those of training
 
@@ -650,6 +653,8 @@ def check_one_each(num_envs, **arrays):
     for name, array in arrays.items():
         if array.shape != (num_envs,):
             raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+        if name == "terminated" and array.dtype != bool:
+            raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
 def gpu_unroll(platform, steps):
@@ -1225,14 +1230,8 @@ def state_shardings(args):
     mesh = make_mesh(args)
     everywhere = jax.NamedSharding(mesh, jax.P())
     by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    return TrainState(
-        params=everywhere,
-        opt_state=everywhere,
-        env_state=by_environment,
-        stats=by_environment,
-        key=everywhere,
-        update=everywhere,
-    )
+    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
+    return TrainState(**fields | {"env_state": by_environment, "stats": by_environment})
 
 
 def over_agents(function, platform):
@@ -1387,6 +1386,8 @@ def gather(tree):
     def gather_leaf(x):
         if x.is_fully_addressable or x.is_fully_replicated:
             return x
+        if is_key(x):
+            return jax.random.wrap_key_data(gather_leaf(jax.random.key_data(x)))
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(gather_leaf, tree)
@@ -1572,8 +1573,8 @@ class RunError(Exception):
     """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
 
 
-def create_run_folders(args):
-    """Creates the folders of a new run, for files and for videos; returns both paths."""
+def create_run_folder(args):
+    """Creates the folder of a new run; returns its path."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     try:
         pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
@@ -1581,12 +1582,19 @@ def create_run_folders(args):
             run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
             with contextlib.suppress(FileExistsError):
                 run_dir.mkdir()
-                break
-        video_dir = pathlib.Path(args.videos_dir, run_dir.name)
+                return run_dir
+    except OSError as error:
+        raise RunError(f"the folder of the run cannot be created: {error}") from error
+
+
+def create_video_folder(args, run_dir):
+    """Creates the folder for the videos of a run, unless it exists; returns its path."""
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    try:
         video_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"the folders of the run cannot be created: {error}") from error
-    return run_dir, video_dir
+        raise RunError(f"the folder for videos cannot be created: {error}") from error
+    return video_dir
 
 
 def write_file(path, content):
@@ -1701,8 +1709,11 @@ def load_checkpoint(args, run_dir):
 
 
 def load_run(run_dir):
-    """The (args, state) of a saved run; the state is that of K agents. Raises RunError."""
-    args = load_args(run_dir)
+    """The (args, state) of a saved run, on one device; the state is that of K agents.
+
+    Raises RunError.
+    """
+    args = dataclasses.replace(load_args(run_dir), num_devices=1)
     return args, load_checkpoint(args, run_dir)
 
 
@@ -1812,6 +1823,11 @@ class Logger:
     def close(self):
         for writer in self.writers:
             writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+            wandb.tensorboard.unpatch()  # a second run of this process patches it again
         if sys.stdout.isatty():
             print()
 
@@ -1854,7 +1870,8 @@ def check_args(args):
     check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
     check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
     check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
-    check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be at least 0")
+    limited = args.target_kl is None or 0 <= args.target_kl < math.inf
+    check(limited, "--target-kl must be at least 0 and finite")
     check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
     processes = args.num_processes if args.num_processes is not None else 1
     check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
@@ -1963,7 +1980,10 @@ class StopSignals:
         self.received = None
 
     def __enter__(self):
-        self.handlers = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # Python has handlers in its main thread only
+        self.handlers = {n: signal.signal(n, self.receive) for n in numbers}
         return self
 
     def receive(self, number, frame):
@@ -2005,13 +2025,13 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval)
     state = load_checkpoint(args, run_dir)
+    video_dir = create_video_folder(args, run_dir)
     evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
     finite = finite_agents(state.params)
     summary = summarize_evaluation(args, evaluation, finite)
     summary["total_timesteps"] = int(state.update[0]) * args.batch_size
     summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
     write_json(run_dir / "eval.json", summary)
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
         print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
@@ -2020,9 +2040,12 @@ def evaluate_run(args):
 
 def main(words=None):
     """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
+    begin = PROCESS_START if words is None else time.time()
     args = parse_args(words)
-    if args.track and not importlib.util.find_spec("wandb"):
-        raise UsageError("--track needs wandb: pip install wandb")
+    if args.track:
+        wandb = importlib.util.find_spec("wandb")
+        if wandb is None or wandb.origin is None:  # or a mere folder of that name
+            raise UsageError("--track needs wandb: pip install wandb")
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
     use_compilation_cache()
@@ -2051,13 +2074,11 @@ def main(words=None):
     evaluate_agents = make_evaluate(args)
     compile_seconds = time.perf_counter() - start
 
-    if args.resume is None:
-        run_dir, video_dir = create_run_folders(args)
-    else:
-        run_dir = pathlib.Path(args.resume)
-        video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
+    video_dir = create_video_folder(args, run_dir)
     run_args = without_processes(dataclasses.replace(args, resume=None))
-    write_json(run_dir / "args.json", vars(run_args))
+    flags = json.dumps(vars(run_args), indent=2)
+    write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
     for name in ("summary.json", "eval.json"):  # of an earlier end
         (run_dir / name).unlink(missing_ok=True)
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -2126,13 +2147,13 @@ def main(words=None):
             evaluation = evaluate_agents(state.params, evaluation_keys(args))
             summary |= summarize_evaluation(args, evaluation, finite)
             logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - PROCESS_START
+        summary["wall_seconds"] = time.time() - begin
         write_json(run_dir / "summary.json", summary)
 
     if received:
-        how = f"python {sys.argv[0]} --resume {run_dir}"
+        how = f"python {sys.argv[0]} --resume {shlex.quote(str(run_dir))}"
         if words is not None:  # called from Python, perhaps with parts replaced
-            how = f'main(["--resume", "{run_dir}"])'
+            how = f'main(["--resume", {str(run_dir)!r}])'
         print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")

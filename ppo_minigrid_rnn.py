@@ -116,10 +116,12 @@ import pathlib
 import pickle
 import platform as host_platform
 import re
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -136,7 +138,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
-SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
+# A renamed copy logs under its own name, "ppo (1).py" as ppo__1_.
+SCRIPT = re.sub(r"[^\w.-]", "_", pathlib.Path(__file__).stem, flags=re.ASCII)
 DEVICES = "devices"  # the mesh axis over which agents or environments are spread
 XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 
@@ -2679,7 +2682,8 @@ def init_trial(args, env_state):
     """The `Trial` of start states [N] before the first step, () without trials."""
     if args.episodes_per_trial == 1:
         return ()
-    return Trial(start_state=env_state, episode=jnp.zeros(args.num_envs, jnp.int32))
+    start_state = jax.tree.map(jnp.copy, env_state)  # no array can be donated twice
+    return Trial(start_state=start_state, episode=jnp.zeros(args.num_envs, jnp.int32))
 
 
 def restart_ended(done, stats):
@@ -2742,6 +2746,8 @@ def check_one_each(num_envs, **arrays):
     for name, array in arrays.items():
         if array.shape != (num_envs,):
             raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+        if name == "terminated" and array.dtype != bool:
+            raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
 def gpu_unroll(platform, steps):
@@ -2794,7 +2800,8 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, reward=reward)
+        outcome = dict(reward=reward, terminated=terminated)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
         next_agent_state = agent_state_after(args, rnn_state, action, reward)
 
         # --- Has the episode ended, and with it the trial? ---
@@ -2915,6 +2922,7 @@ def count_bonus(args, curiosity, things, start):
     (last_episode, episode), is_new = jax.lax.scan(jax.vmap(look), carry, (places, start))
     places, is_new, start = places[1:], is_new[1:], start[1:]  # what an action led to
     visits = curiosity.visits.at[places].add(is_new)
+    visits = jnp.maximum(visits, curiosity.visits)  # stays at 2^31 - 1 instead of turning negative
     n = jnp.maximum(visits[places], 1)  # 0 of what only the start of training met
     bonus = args.int_coef * (is_new & ~start) / jnp.sqrt(n)
     return Curiosity(visits=visits, last_episode=last_episode, episode=episode), bonus
@@ -3194,6 +3202,8 @@ def init_train_state(args, key):
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
     env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
+    # Without weak types: a Python 0 that `step` makes a float is an error then, which names it.
+    env_state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), env_state)
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -3371,17 +3381,10 @@ def state_shardings(args):
         curiosity = Curiosity(
             visits=everywhere, last_episode=by_environment, episode=by_environment
         )
-    return TrainState(
-        params=everywhere,
-        opt_state=everywhere,
-        env_state=by_environment,
-        trial=by_environment,
-        agent_state=by_environment,
-        stats=by_environment,
-        curiosity=curiosity,
-        key=everywhere,
-        update=everywhere,
-    )
+    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
+    for name in ("env_state", "trial", "agent_state", "stats"):
+        fields[name] = by_environment
+    return TrainState(**fields | {"curiosity": curiosity})
 
 
 def over_agents(function, platform):
@@ -3506,6 +3509,8 @@ def gather(tree):
     def gather_leaf(x):
         if x.is_fully_addressable or x.is_fully_replicated:
             return x
+        if is_key(x):
+            return jax.random.wrap_key_data(gather_leaf(jax.random.key_data(x)))
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(gather_leaf, tree)
@@ -3707,8 +3712,8 @@ class RunError(Exception):
     """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
 
 
-def create_run_folders(args):
-    """Creates the folders of a new run, for files and for videos; returns both paths."""
+def create_run_folder(args):
+    """Creates the folder of a new run; returns its path."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     try:
         pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
@@ -3716,12 +3721,19 @@ def create_run_folders(args):
             run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
             with contextlib.suppress(FileExistsError):
                 run_dir.mkdir()
-                break
-        video_dir = pathlib.Path(args.videos_dir, run_dir.name)
+                return run_dir
+    except OSError as error:
+        raise RunError(f"the folder of the run cannot be created: {error}") from error
+
+
+def create_video_folder(args, run_dir):
+    """Creates the folder for the videos of a run, unless it exists; returns its path."""
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    try:
         video_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"the folders of the run cannot be created: {error}") from error
-    return run_dir, video_dir
+        raise RunError(f"the folder for videos cannot be created: {error}") from error
+    return video_dir
 
 
 def write_file(path, content):
@@ -3836,8 +3848,11 @@ def load_checkpoint(args, run_dir):
 
 
 def load_run(run_dir):
-    """The (args, state) of a saved run; the state is that of K agents. Raises RunError."""
-    args = load_args(run_dir)
+    """The (args, state) of a saved run, on one device; the state is that of K agents.
+
+    Raises RunError.
+    """
+    args = dataclasses.replace(load_args(run_dir), num_devices=1)
     return args, load_checkpoint(args, run_dir)
 
 
@@ -3947,6 +3962,11 @@ class Logger:
     def close(self):
         for writer in self.writers:
             writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+            wandb.tensorboard.unpatch()  # a second run of this process patches it again
         if sys.stdout.isatty():
             print()
 
@@ -3997,7 +4017,8 @@ def check_args(args):
     check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
     check(0 <= args.int_coef < math.inf, "--int-coef must be at least 0")
     check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
-    check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be at least 0")
+    limited = args.target_kl is None or 0 <= args.target_kl < math.inf
+    check(limited, "--target-kl must be at least 0 and finite")
     check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
     processes = args.num_processes if args.num_processes is not None else 1
     check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
@@ -4095,7 +4116,10 @@ class StopSignals:
         self.received = None
 
     def __enter__(self):
-        self.handlers = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # Python has handlers in its main thread only
+        self.handlers = {n: signal.signal(n, self.receive) for n in numbers}
         return self
 
     def receive(self, number, frame):
@@ -4133,13 +4157,13 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval)
     state = load_checkpoint(args, run_dir)
+    video_dir = create_video_folder(args, run_dir)
     evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
     finite = finite_agents(state.params)
     summary = summarize_evaluation(args, evaluation, finite)
     summary["total_timesteps"] = int(state.update[0]) * args.batch_size
     summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
     write_json(run_dir / "eval.json", summary)
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
         print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
@@ -4148,6 +4172,7 @@ def evaluate_run(args):
 
 def main(words=None):
     """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
+    begin = PROCESS_START if words is None else time.time()
     args = parse_args(words)
     if args.list_envs:
         for env in ENVIRONMENTS.values():
@@ -4155,8 +4180,10 @@ def main(words=None):
             mission = ", observes its mission" if env.observes_mission else ""
             print(f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps{mission}")
         return
-    if args.track and not importlib.util.find_spec("wandb"):
-        raise UsageError("--track needs wandb: pip install wandb")
+    if args.track:
+        wandb = importlib.util.find_spec("wandb")
+        if wandb is None or wandb.origin is None:  # or a mere folder of that name
+            raise UsageError("--track needs wandb: pip install wandb")
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
     make_env(args)  # raises UsageError for what there is not; not before, since xminigrid uses JAX
@@ -4183,13 +4210,11 @@ def main(words=None):
     jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
     compile_seconds = time.perf_counter() - start
 
-    if args.resume is None:
-        run_dir, video_dir = create_run_folders(args)
-    else:
-        run_dir = pathlib.Path(args.resume)
-        video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
+    video_dir = create_video_folder(args, run_dir)
     run_args = without_processes(dataclasses.replace(args, resume=None))
-    write_json(run_dir / "args.json", vars(run_args))
+    flags = json.dumps(vars(run_args), indent=2)
+    write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
     for name in ("summary.json", "eval.json"):  # of an earlier end
         (run_dir / name).unlink(missing_ok=True)
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -4256,13 +4281,13 @@ def main(words=None):
             evaluation = evaluate_agents(state.params, evaluation_keys(args))
             summary |= summarize_evaluation(args, evaluation, finite)
             logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - PROCESS_START
+        summary["wall_seconds"] = time.time() - begin
         write_json(run_dir / "summary.json", summary)
 
     if received:
-        how = f"python {sys.argv[0]} --resume {run_dir}"
+        how = f"python {sys.argv[0]} --resume {shlex.quote(str(run_dir))}"
         if words is not None:  # called from Python, perhaps with parts replaced
-            how = f'main(["--resume", "{run_dir}"])'
+            how = f'main(["--resume", {str(run_dir)!r}])'
         print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")

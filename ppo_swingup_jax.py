@@ -69,7 +69,6 @@ import time
 PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import importlib.util
@@ -82,9 +81,11 @@ import os
 import pathlib
 import platform as host_platform
 import re
+import shlex
 import shutil
 import signal
 import sys
+import threading
 import warnings
 import zlib
 from typing import Annotated, Literal, NamedTuple
@@ -99,7 +100,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer import event_file_writer
 
-SCRIPT = pathlib.Path(__file__).stem  # a renamed copy logs under its own name
+# A renamed copy logs under its own name, "ppo (1).py" as ppo__1_.
+SCRIPT = re.sub(r"[^\w.-]", "_", pathlib.Path(__file__).stem, flags=re.ASCII)
 DEVICES = "devices"  # the mesh axis over which agents or environments are spread
 
 
@@ -428,20 +430,21 @@ def make_env(args):
     return CartPoleSwingUp(start=args.start)
 
 
-def with_time_limit(env, steps):
-    """A copy of an environment that is truncated after `steps` at the latest.
+class TimeLimit:
+    """An environment that is truncated after `steps` at the latest, else as it is.
 
-    Of any class whose `max_episode_steps` can be set: no property, no NamedTuple.
-
-    >>> with_time_limit(CartPoleSwingUp(), 100).max_episode_steps
+    >>> TimeLimit(CartPoleSwingUp(), 100).max_episode_steps
     100
-    >>> with_time_limit(CartPoleSwingUp(), 1000).max_episode_steps
+    >>> TimeLimit(CartPoleSwingUp(), 1000).max_episode_steps
     500
     """
-    limited = copy.copy(env)
-    # Past the lock of a frozen dataclass: nobody else has seen this copy.
-    object.__setattr__(limited, "max_episode_steps", min(steps, env.max_episode_steps))
-    return limited
+
+    def __init__(self, env, steps):
+        self.env = env
+        self.max_episode_steps = min(steps, env.max_episode_steps)
+
+    def __getattr__(self, name):  # everything else
+        return getattr(self.env, name)
 
 
 def evaluation_plan(env):
@@ -739,6 +742,8 @@ def check_one_each(num_envs, **arrays):
     for name, array in arrays.items():
         if array.shape != (num_envs,):
             raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+        if name == "terminated" and array.dtype != bool:
+            raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
 def gpu_unroll(platform, steps):
@@ -774,7 +779,8 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, reward=reward)
+        outcome = dict(reward=reward, terminated=terminated)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -1124,10 +1130,13 @@ def init_train_state(args, key):
     env = make_env(args)
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
+    env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
+    # Without weak types: a Python 0 that `step` makes a float is an error then, which names it.
+    env_state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), env_state)
     return TrainState(
         params=params,
         opt_state=adam_init(params),
-        env_state=jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs)),
+        env_state=env_state,
         stats=init_episode_stats(args.num_envs),
         key=key,
         update=jnp.zeros((), jnp.int32),
@@ -1140,7 +1149,7 @@ def update(args, state, *, platform=None, sharding=None):
     `platform` ("cpu", "gpu", "tpu") picks what is faster there, `sharding` spreads the samples of a
     minibatch over devices; without both it is plain JAX, for `jit` and `vmap` on any device.
     """
-    env = with_time_limit(make_env(args), args.train_episode_steps)
+    env = TimeLimit(make_env(args), args.train_episode_steps)
     rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
 
     # --- Play ---
@@ -1257,14 +1266,8 @@ def state_shardings(args):
         return jax.NamedSharding(mesh, jax.P(DEVICES))
     everywhere = jax.NamedSharding(mesh, jax.P())
     by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    return TrainState(
-        params=everywhere,
-        opt_state=everywhere,
-        env_state=by_environment,
-        stats=by_environment,
-        key=everywhere,
-        update=everywhere,
-    )
+    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
+    return TrainState(**fields | {"env_state": by_environment, "stats": by_environment})
 
 
 def over_agents(function, platform):
@@ -1504,8 +1507,8 @@ class RunError(Exception):
     """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
 
 
-def create_run_folders(args):
-    """Creates the folders of a new run, for files and for videos; returns both paths."""
+def create_run_folder(args):
+    """Creates the folder of a new run; returns its path."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     try:
         pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
@@ -1513,12 +1516,19 @@ def create_run_folders(args):
             run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
             with contextlib.suppress(FileExistsError):
                 run_dir.mkdir()
-                break
-        video_dir = pathlib.Path(args.videos_dir, run_dir.name)
+                return run_dir
+    except OSError as error:
+        raise RunError(f"the folder of the run cannot be created: {error}") from error
+
+
+def create_video_folder(args, run_dir):
+    """Creates the folder for the videos of a run, unless it exists; returns its path."""
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+    try:
         video_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"the folders of the run cannot be created: {error}") from error
-    return run_dir, video_dir
+        raise RunError(f"the folder for videos cannot be created: {error}") from error
+    return video_dir
 
 
 def write_file(path, content):
@@ -1633,8 +1643,11 @@ def load_checkpoint(args, run_dir):
 
 
 def load_run(run_dir):
-    """The (args, state) of a saved run; the state is that of K agents. Raises RunError."""
-    args = load_args(run_dir)
+    """The (args, state) of a saved run, on one device; the state is that of K agents.
+
+    Raises RunError.
+    """
+    args = dataclasses.replace(load_args(run_dir), num_devices=1)
     return args, load_checkpoint(args, run_dir)
 
 
@@ -1744,6 +1757,11 @@ class Logger:
     def close(self):
         for writer in self.writers:
             writer.close()
+        if self.args.track:
+            import wandb
+
+            wandb.finish()
+            wandb.tensorboard.unpatch()  # a second run of this process patches it again
         if sys.stdout.isatty():
             print()
 
@@ -1783,7 +1801,8 @@ def check_args(args):
     check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
     check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
     check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
-    check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be at least 0")
+    limited = args.target_kl is None or 0 <= args.target_kl < math.inf
+    check(limited, "--target-kl must be at least 0 and finite")
     check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
     divides = args.num_seeds % args.num_devices == 0 or args.num_envs % args.num_devices == 0
     check(divides, f"--num-devices {args.num_devices} must divide --num-seeds or --num-envs")
@@ -1869,7 +1888,10 @@ class StopSignals:
         self.received = None
 
     def __enter__(self):
-        self.handlers = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # Python has handlers in its main thread only
+        self.handlers = {n: signal.signal(n, self.receive) for n in numbers}
         return self
 
     def receive(self, number, frame):
@@ -1904,13 +1926,13 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval)
     state = load_checkpoint(args, run_dir)
+    video_dir = create_video_folder(args, run_dir)
     evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
     finite = finite_agents(state.params)
     summary = summarize_evaluation(args, evaluation, finite)
     summary["total_timesteps"] = int(state.update[0]) * args.batch_size
     summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
     write_json(run_dir / "eval.json", summary)
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
         print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
@@ -1919,9 +1941,12 @@ def evaluate_run(args):
 
 def main(words=None):
     """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
+    begin = PROCESS_START if words is None else time.time()
     args = parse_args(words)
-    if args.track and not importlib.util.find_spec("wandb"):
-        raise UsageError("--track needs wandb: pip install wandb")
+    if args.track:
+        wandb = importlib.util.find_spec("wandb")
+        if wandb is None or wandb.origin is None:  # or a mere folder of that name
+            raise UsageError("--track needs wandb: pip install wandb")
     if args.num_devices > jax.local_device_count():
         raise UsageError(f"--num-devices {args.num_devices}: JAX sees {jax.local_devices()}")
     use_compilation_cache()
@@ -1945,12 +1970,10 @@ def main(words=None):
     jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
     compile_seconds = time.perf_counter() - start
 
-    if args.resume is None:
-        run_dir, video_dir = create_run_folders(args)
-    else:
-        run_dir = pathlib.Path(args.resume)
-        video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    write_json(run_dir / "args.json", vars(dataclasses.replace(args, resume=None)))
+    run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
+    video_dir = create_video_folder(args, run_dir)
+    flags = json.dumps(vars(dataclasses.replace(args, resume=None)), indent=2)
+    write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
     for name in ("summary.json", "eval.json"):  # of an earlier end
         (run_dir / name).unlink(missing_ok=True)
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
@@ -2015,13 +2038,13 @@ def main(words=None):
             evaluation = evaluate_agents(state.params, evaluation_keys(args))
             summary |= summarize_evaluation(args, evaluation, finite)
             logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - PROCESS_START
+        summary["wall_seconds"] = time.time() - begin
         write_json(run_dir / "summary.json", summary)
 
     if signals.received:
-        how = f"python {sys.argv[0]} --resume {run_dir}"
+        how = f"python {sys.argv[0]} --resume {shlex.quote(str(run_dir))}"
         if words is not None:  # called from Python, perhaps with parts replaced
-            how = f'main(["--resume", "{run_dir}"])'
+            how = f'main(["--resume", {str(run_dir)!r}])'
         print(f"interrupted at update {done}; to go on: {how}")
         sys.exit(128 + signals.received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")

@@ -1,7 +1,9 @@
 """The command line: flags, errors, damaged and foreign files, NaN; and the files of a run."""
 
+import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -201,15 +203,76 @@ def test_track_without_wandb(script, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@once("create_run_folders")
+@once("Logger")
+@pytest.mark.quick
+def test_track_where_runs_left_a_folder(script, tmp_path, monkeypatch):
+    """W&B makes a folder wandb/ beside the script, which Python takes for a package."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    message = refusal(script.UsageError, script.main, quick_words(script, tmp_path, track=True))
+    assert "pip install wandb" in message
+
+
+FAKE_WANDB = """
+calls = []
+
+def init(**options):
+    calls.append(("init", options["id"]))
+
+def finish():
+    calls.append("finish")
+
+class tensorboard:
+    def patch(root_logdir, save):
+        assert calls[-1:] in ([], ["unpatch"]), "already patched"
+        calls.append("patch")
+
+    def unpatch():
+        calls.append("unpatch")
+"""
+
+
+@once("Logger")
+@pytest.mark.quick
+def test_track_twice_in_a_process(script, tmp_path, monkeypatch):
+    """Each run is a run of W&B's, which refuses to be patched again before it is unpatched."""
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        script.Logger(quick_args(script, track=True), tmp_path / name, 0).close()
+    once = ["finish", "unpatch", "patch"]
+    calls = sys.modules["wandb"].calls
+    assert calls == ["patch", ("init", "first"), *once, ("init", "second"), *once[:2]]
+
+
+@once("StopSignals")
+@pytest.mark.quick
+def test_signals_outside_of_the_main_thread(script):
+    """Python has handlers in its main thread only: there is nothing to remember, and no error."""
+
+    def enter():
+        with script.StopSignals() as signals:
+            return signals.received
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert pool.submit(enter).result() is None
+
+
+@once("create_run_folder")
 @pytest.mark.quick
 @pytest.mark.parametrize("folder", ["runs_dir", "videos_dir"])
 def test_unwritable_folder(script, folder, tmp_path):
     """Its parent is a file, which stops root too."""
     (tmp_path / "file").touch()
-    folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
-    args = quick_args(script, **folders | {folder: str(tmp_path / "file" / "folder")})
-    assert "file" in refusal(script.RunError, script.create_run_folders, args)
+    args = quick_args(script, **{folder: str(tmp_path / "file" / "folder")})
+    create, *inputs = {
+        "runs_dir": (script.create_run_folder, args),
+        "videos_dir": (script.create_video_folder, args, tmp_path / "run"),
+    }[folder]
+    assert "file" in refusal(script.RunError, create, *inputs)
 
 
 @pytest.mark.quick
@@ -218,9 +281,10 @@ def test_folders_of_runs_that_start_in_one_second(script, tmp_path, monkeypatch)
     monkeypatch.setattr(time, "time", lambda: 1234567890.5)
     folders = {"runs_dir": str(tmp_path / "runs"), "videos_dir": str(tmp_path / "videos")}
     args = quick_args(script, **folders)
-    pairs = [script.create_run_folders(args) for _ in range(3)]
-    assert len({run for run, _ in pairs}) == len({video for _, video in pairs}) == 3
-    for run_dir, video_dir in pairs:
+    run_dirs = [script.create_run_folder(args) for _ in range(3)]
+    video_dirs = [script.create_video_folder(args, run_dir) for run_dir in run_dirs]
+    assert len(set(run_dirs)) == len(set(video_dirs)) == 3
+    for run_dir, video_dir in zip(run_dirs, video_dirs):
         assert run_dir.name.startswith(
             f"{args.env_id}__{args.exp_name}__1__1234567890".split("/")[-1]
         )
@@ -553,19 +617,32 @@ def test_name_of_a_renamed_copy(script, tmp_path):
     """Its own, for runs and summaries."""
     mine = edited_copy(script, tmp_path / "my_experiment.py")
     assert mine.SCRIPT == "my_experiment" and mine.Args().exp_name == "my_experiment"
+    mine = edited_copy(script, tmp_path / "ppo (1).py")  # a second download
+    assert mine.SCRIPT == mine.Args().exp_name == "ppo__1_"
+    mine.check_args(mine.Args())
 
 
 @once("load_run")
 def test_renamed_copy(script, finished_run, run_copy, tmp_path):
-    """It logs under its own name, and loads, evaluates and resumes runs of the original."""
-    mine = edited_copy(script, tmp_path / "my_experiment.py")
+    """It logs under its own name, and loads, evaluates and resumes runs of the original.
+
+    It has a flag more, which is infinite. Its seconds begin with `main`, not with its import.
+    """
+    field = "    seed: int = 1\n"
+    edit = (field, "    limit: float = math.inf\n" + field)
+    mine = edited_copy(script, tmp_path / "my_experiment.py", edit)
+    time.sleep(1)
+    begin = time.time()
     run_dir = run_main(mine_as(mine, script), tmp_path / "mine")
     assert "__my_experiment__" in run_dir.name
-    assert json.loads((run_dir / "summary.json").read_text())["script"] == "my_experiment"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["script"] == "my_experiment" and summary["args"]["limit"] is None
+    assert summary["wall_seconds"] <= time.time() - begin
+    assert mine.load_run(run_dir)[0].limit == math.inf
 
     args, state = mine.load_run(finished_run)
     expected_args, expected = script.load_run(finished_run)
-    assert vars(args) == vars(expected_args)
+    assert vars(args) == vars(expected_args) | {"limit": math.inf}
     ours, expected = mine.flatten_state(state), script.flatten_state(expected)
     assert ours.keys() == expected.keys()
     for name in expected:

@@ -649,6 +649,28 @@ def as_bytes(obs):
     return [[b"".join(x[t, n].tobytes() for x in leaves) for n in range(N)] for t in range(T)]
 
 
+def test_counts_do_not_overflow():
+    """What all int32 has been used up for stays as rare as it is."""
+    args = script.Args(num_envs=2, num_steps=3, count_bonus=True)
+    curiosity = script.init_curiosity(args)
+    full = np.iinfo(np.int32).max
+    curiosity = curiosity._replace(visits=jnp.full_like(curiosity.visits, full))
+    start = np.arange(4)[:, None] + np.zeros(2, int) == 0
+    things = np.arange(8).reshape(4, 2)
+    curiosity, bonus = script.count_bonus(args, curiosity, things, start)
+    assert (curiosity.visits == full).all()
+    np.testing.assert_allclose(bonus[bonus > 0], args.int_coef / np.sqrt(full), rtol=1e-6)
+    assert (bonus > 0).any()
+
+
+def test_no_array_of_a_state_is_there_twice():
+    """Else `make_train_step` could not donate it."""
+    args = script.Args(num_envs=2, episodes_per_trial=2, rnn_hidden_dim=8, head_hidden_dim=8)
+    state = script.init_train_state(args, jax.random.key(0))
+    arrays = jax.tree.leaves(state._replace(key=None))
+    assert len({array.unsafe_buffer_pointer() for array in arrays}) == len(arrays)
+
+
 def test_count_bonus_equals_definition():
     """Three rollouts of made-up things that come back often; numbers of every type."""
     args = script.Args(num_envs=5, num_steps=40, count_bonus=True, int_coef=0.5)

@@ -177,17 +177,29 @@ def test_run_of_many_devices_resumes_on_one(script, tmp_path):
 
 
 @each_text("place", lacking="make_pool")
-def test_run_of_many_devices_is_evaluated_where_there_is_one(script, tmp_path, monkeypatch):
+def test_run_of_many_devices_is_evaluated_where_there_are_others(script, tmp_path, monkeypatch):
     """Trained on four: `load_run` and `--eval` work on any machine."""
     args = quick_args(script, videos_dir=str(tmp_path / "videos"), num_devices=4)
     script.write_json(tmp_path / "args.json", vars(args))
     script.save_checkpoint(tmp_path, script.init_agents(args))
-    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices()[:1])
+    monkeypatch.setattr(jax, "local_device_count", lambda: 3)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices()[:3])  # 8 environments
     _, state = script.load_run(tmp_path)
     assert np.asarray(state.update).tolist() == [0]
     script.main(words_of(eval=tmp_path))
     assert (tmp_path / "eval.json").is_file()
+
+
+@each_text("state_shardings")
+@pytest.mark.quick
+def test_fields_that_are_added_are_placed(script, monkeypatch):
+    """A `TrainState` with one more: whole on every device."""
+    args = quick_args(script, num_devices=1 if hasattr(script, "make_pool") else 4)
+    fields = [*script.TrainState._fields, "mine"]
+    monkeypatch.setattr(script, "TrainState", collections.namedtuple("TrainState", fields))
+    layout = script.state_shardings(args)
+    assert layout.mine == layout.params == layout.key and layout.mine.is_fully_replicated
+    assert layout.stats == layout.env_state != layout.mine
 
 
 # --------------------------------------------------------------------------------------------------

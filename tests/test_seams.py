@@ -240,6 +240,58 @@ def test_outputs_of_wrong_shape(script, wrong, monkeypatch):
         jax.eval_shape(functools.partial(script.train, args), jax.random.key(0))
 
 
+class Wrapped:
+    """An environment of which subclasses change a part."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+
+class CountsTerminations(Wrapped):
+    """It says 0 or 1 where it should say False or True."""
+
+    def step(self, *inputs):
+        state, reward, terminated = self.env.step(*inputs)
+        return state, reward, terminated.astype(jnp.int32)
+
+
+class StartsWithWholeNumbers(Wrapped):
+    """A state of its own that begins with a Python 0 and goes on with 0.5."""
+
+    def reset(self, key):
+        return {"env": self.env.reset(key), "half": 0}
+
+    def step(self, key, state, action):
+        env_state, reward, terminated = self.env.step(key, state["env"], action)
+        return {"env": env_state, "half": state["half"] + 0.5}, reward, terminated
+
+    def observe(self, state):
+        return self.env.observe(state["env"])
+
+
+@having("train")
+@pytest.mark.quick
+def test_terminated_must_be_bool(script, monkeypatch):
+    """Whole numbers would pass until the evaluation."""
+    make_env = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda args: CountsTerminations(make_env(args)))
+    with pytest.raises(ValueError, match="^terminated must be bool, not int32"):
+        jax.eval_shape(functools.partial(script.train, short_args(script)), jax.random.key(0))
+
+
+@having("train", lacking="init_rnn_state")
+@pytest.mark.quick
+def test_states_keep_their_types(script, monkeypatch):
+    """The error is there when the program is traced, and names the part of the state."""
+    make_env = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda args: StartsWithWholeNumbers(make_env(args)))
+    with pytest.raises(TypeError, match="'half'.* has type int32"):
+        jax.eval_shape(functools.partial(script.train, short_args(script)), jax.random.key(0))
+
+
 @once("select")
 @pytest.mark.quick
 def test_states_of_any_shape_and_type(script):
