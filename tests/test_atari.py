@@ -599,7 +599,7 @@ def test_interrupted_run_goes_on_with_new_games(tmp_path, monkeypatch, capsys):
         script.main(words_of(args))
     (run_dir,) = tmp_path.glob("runs/*")
     said = capsys.readouterr().out
-    assert stopped.value.code == 143 and f'"--resume", "{run_dir}"' in said
+    assert stopped.value.code == 143 and f'"--resume", {str(run_dir)!r}' in said
     assert "games start anew" not in said
     _, stopped = script.load_run(run_dir)
     assert (stopped.update == 3).all()

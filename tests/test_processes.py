@@ -147,6 +147,6 @@ def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         run_main(script, tmp_path, **options)
     run_dir = run_of(tmp_path)
-    assert exit.value.code == 143 and f'"--resume", "{run_dir}"' in capsys.readouterr().out
+    assert exit.value.code == 143 and f'"--resume", {str(run_dir)!r}' in capsys.readouterr().out
     _, state = script.load_run(run_dir)
     assert (np.asarray(state.update) == 3).all()
