@@ -2538,7 +2538,7 @@ class EpisodeStats(NamedTuple):
 
     running_return: jax.Array
     running_length: jax.Array
-    last_return: jax.Array  # NaN before the first episode has ended
+    last_return: jax.Array  # -inf before the first episode has ended
     last_length: jax.Array  # likewise
 
 
@@ -2673,8 +2673,8 @@ def init_episode_stats(num_envs):
     return EpisodeStats(
         running_return=jnp.zeros(num_envs, jnp.float32),
         running_length=jnp.zeros(num_envs, jnp.int32),
-        last_return=jnp.full(num_envs, jnp.nan, jnp.float32),
-        last_length=jnp.full(num_envs, jnp.nan, jnp.float32),
+        last_return=jnp.full(num_envs, -jnp.inf, jnp.float32),
+        last_length=jnp.full(num_envs, -jnp.inf, jnp.float32),
     )
 
 
@@ -2696,6 +2696,13 @@ def restart_ended(done, stats):
     )
 
 
+def mean_of_ended(last):
+    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    ended = jnp.isfinite(last)
+    total = jnp.where(ended, last, 0.0).sum()
+    return jnp.where(ended.any(), total / jnp.maximum(ended.sum(), 1), -jnp.inf)
+
+
 def select(mask, yes, no):
     """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
@@ -2706,8 +2713,13 @@ def select(mask, yes, no):
     return jax.tree.map(choose, yes, no)
 
 
-def reset_ended(env, keys, done, env_state):
-    """States [N], those that are `done` replaced by the levels of their keys [N].
+def level_keys(key, envs):
+    """The key of each environment's next level, from its number; those of others are not needed."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, envs)
+
+
+def reset_ended(env, key, done, env_state):
+    """States [N], those that are `done` replaced by the levels of their `level_keys`.
 
     Most steps end few episodes, and a level takes longer to make than a step. So levels are made
     for a small number of environments at a time, until all that are done have one.
@@ -2721,12 +2733,11 @@ def reset_ended(env, keys, done, env_state):
 
     def replace_some(carry):
         done, env_state = carry
+        # The first environments that are done; where there are fewer, N, which is dropped.
         rank = jnp.cumsum(done)
-        # Where rank reaches 1, 2, ..., num_levels. Where it does not, this is N, which is dropped.
-        # A binary search would be one more loop.
-        wanted = jnp.arange(1, num_levels + 1)
-        index = (rank < wanted[:, None]).sum(1)
-        levels = jax.vmap(env.reset)(keys[jnp.minimum(index, num_envs - 1)])
+        place = jnp.where(done, rank - 1, num_levels)
+        index = jnp.full(num_levels, num_envs).at[place].set(jnp.arange(num_envs), mode="drop")
+        levels = jax.vmap(env.reset)(level_keys(key, index))
         env_state = jax.tree.map(
             lambda old, new: old.at[index].set(new, mode="drop"), env_state, levels
         )
@@ -2769,8 +2780,8 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
     states in which the time limit ended an episode, at most one in each of the W windows of
     `truncation_window` steps (where it ended none, they mean nothing).
 
-    Environment n starts anew after step t with the level that belongs to the t-th key of its own.
-    With platform="cpu" levels are made when they are needed, in the loop of `reset_ended`. An
+    The level with which environment n starts anew after step t follows from t and n. With
+    platform="cpu" levels are made when they are needed, in the loop of `reset_ended`. An
     accelerator would stop at every step to ask whether that loop goes on. So anywhere else a level
     is made for every step of every environment beforehand, all at once or, where they are many,
     step by step; the same levels, of which most are never used.
@@ -2778,11 +2789,14 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
     step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    reset_keys = jax.random.split(reset_key, (args.num_steps, args.num_envs))
+    reset_keys = jax.random.split(reset_key, args.num_steps)
     if platform == "cpu":
         levels = None
     else:
-        levels_of_step = jax.vmap(env.reset)
+
+        def levels_of_step(key):
+            return jax.vmap(env.reset)(level_keys(key, jnp.arange(args.num_envs)))
+
         if args.batch_size <= 65_536:
             levels = jax.vmap(levels_of_step)(reset_keys)
         else:  # more may not fit into the memory at once
@@ -2792,7 +2806,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
 
     def env_step(carry, inputs_of_step):
         env_state, trial, agent_state, stats, truncated_state = carry
-        action_key, step_keys, reset_keys, levels, window = inputs_of_step
+        action_key, step_keys, reset_key, levels, window = inputs_of_step
 
         # --- Act ---
         inputs = make_inputs(env, env_state, agent_state)
@@ -2834,7 +2848,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
 
         # --- Then begin a new one, on a new level or where its trial began ---
         if platform == "cpu":
-            env_state = reset_ended(env, reset_keys, done, next_env_state)
+            env_state = reset_ended(env, reset_key, done, next_env_state)
         else:
             env_state = select(done, levels, next_env_state)
         agent_state = next_agent_state._replace(start=done)
@@ -3291,8 +3305,8 @@ def update(args, state, *, platform=None, sharding=None):
         # Of the targets, by the old critic: target - value = advantage.
         "losses/explained_variance": 1 - advantage.var() / target.var(),
         "charts/learning_rate": learning_rate,
-        "charts/episodic_return": jnp.nanmean(stats.last_return),  # NaN before an episode ends
-        "charts/episodic_length": jnp.nanmean(stats.last_length),
+        "charts/episodic_return": mean_of_ended(stats.last_return),
+        "charts/episodic_length": mean_of_ended(stats.last_length),
     }
     if args.count_bonus:
         metrics["charts/intrinsic_reward"] = bonus.mean()

@@ -673,7 +673,7 @@ class EpisodeStats(NamedTuple):
 
     running_return: jax.Array
     running_length: jax.Array
-    last_return: jax.Array  # NaN before the first episode has ended
+    last_return: jax.Array  # -inf before the first episode has ended
     last_length: jax.Array  # likewise
 
 
@@ -712,8 +712,8 @@ def init_episode_stats(num_envs):
     return EpisodeStats(
         running_return=jnp.zeros(num_envs, jnp.float32),
         running_length=jnp.zeros(num_envs, jnp.int32),
-        last_return=jnp.full(num_envs, jnp.nan, jnp.float32),
-        last_length=jnp.full(num_envs, jnp.nan, jnp.float32),
+        last_return=jnp.full(num_envs, -jnp.inf, jnp.float32),
+        last_length=jnp.full(num_envs, -jnp.inf, jnp.float32),
     )
 
 
@@ -725,6 +725,13 @@ def restart_ended(done, stats):
         last_return=jnp.where(done, stats.running_return, stats.last_return),
         last_length=jnp.where(done, stats.running_length, stats.last_length),
     )
+
+
+def mean_of_ended(last):
+    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    ended = jnp.isfinite(last)
+    total = jnp.where(ended, last, 0.0).sum()
+    return jnp.where(ended.any(), total / jnp.maximum(ended.sum(), 1), -jnp.inf)
 
 
 def select(mask, yes, no):
@@ -1193,8 +1200,8 @@ def update(args, state, *, platform=None, sharding=None):
         # Of the targets, by the old critic: target - value = advantage.
         "losses/explained_variance": 1 - advantage.var() / target.var(),
         "charts/learning_rate": learning_rate,
-        "charts/episodic_return": jnp.nanmean(stats.last_return),  # NaN before an episode ends
-        "charts/episodic_length": jnp.nanmean(stats.last_length),
+        "charts/episodic_return": mean_of_ended(stats.last_return),
+        "charts/episodic_length": mean_of_ended(stats.last_length),
     }
     state = TrainState(
         params=params,

@@ -231,10 +231,9 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
     return run, facts
 
 
-def our_minigrid(env_id, num_envs, stack):
+def our_minigrid(env_id, num_envs, stack, script=None):
     """`timed_steps` of one of the MiniGrid script's environments."""
-    import ppo_minigrid_rnn as script
-
+    script = script or importlib.import_module("ppo_minigrid_rnn")
     env = script.find_env(env_id)
 
     def step(state, key):
@@ -244,7 +243,7 @@ def our_minigrid(env_id, num_envs, stack):
         state, reward, terminated = jax.vmap(env.step)(step_keys, state, action)
         done = terminated | (state.step_count >= env.max_episode_steps)
         if jax.default_backend() == "cpu":  # as in the rollout
-            state = script.reset_ended(env, jax.random.split(reset_key, num_envs), done, state)
+            state = script.reset_ended(env, reset_key, done, state)
         else:
             levels = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
             state = script.select(done, levels, state)

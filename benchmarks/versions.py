@@ -2,15 +2,18 @@
 
     python benchmarks/versions.py --against 96b6b48                  # all of them
     python benchmarks/versions.py --against 96b6b48 --only cartpole  # with this word
+    python benchmarks/versions.py --against 96b6b48 --env-only       # MiniGrid's environments alone
 
 Both versions compile and warm up, then train in turn, about a second each, `--pairs` times.
 Reported are medians of steps per second and of the ratio new / old over the pairs, which a
 drifting machine hardly touches. Compilations are alternated too, each in full, without a cache.
-Words like num_envs=16 set fields of the scripts' arguments on top of everything else.
+Words like num_envs=16 set fields of the scripts' arguments on top of everything else. With
+--env-only they set `num_envs`, 8192 otherwise; see `sps.py --env-only`.
 """
 
 import argparse
 import datetime
+import functools
 import importlib.util
 import json
 import pathlib
@@ -22,9 +25,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-from sps import COMPARED, PACKAGES, ROOT, parse_fields, version
+from sps import COMPARED, PACKAGES, ROOT, our_minigrid, parse_fields, timed_steps, version
 
 SCRIPTS = ("ppo_cartpole_jax", "ppo_swingup_jax", "ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax")
+ENVIRONMENTS = ("Empty-8x8", "DoorKey-8x8", "FourRooms", "MemoryS9")  # for --env-only
 
 
 def load(path, name):
@@ -77,8 +81,47 @@ class Trainer:
         return chunks * 10 * self.args.batch_size * self.args.num_seeds / self.seconds(chunks)
 
 
-def compare(new, old, options, pairs, compilations):
-    """One row of the result: two scripts with the same options."""
+def environment_before(script, env_id, num_envs):
+    """`timed_steps` of an environment of the MiniGrid script of commit 96b6b48."""
+    env = script.find_env(env_id)
+
+    def step(state, key):
+        action_key, reset_key = jax.random.split(key)
+        action = jax.random.randint(action_key, (num_envs,), 0, env.num_actions)
+        state, reward, terminated = jax.vmap(env.step)(state, action)
+        done = terminated | (state.step_count >= env.max_steps)
+        state = script.reset_ended(env, reset_key, done, state)
+        return state, jax.vmap(env.observe)(state), (reward, done)
+
+    def reset(keys):
+        state = jax.vmap(env.reset)(keys)
+        return state, jax.vmap(env.observe)(state)
+
+    return timed_steps(reset, step, num_envs, stack=False)
+
+
+def environment(script, env_id, num_envs):
+    """`timed_steps` of an environment of a MiniGrid script of either version."""
+    if not hasattr(script.find_env(env_id), "max_episode_steps"):
+        return environment_before(script, env_id, num_envs)
+    return our_minigrid(env_id, num_envs, False, script)
+
+
+def compare_environments(new, old, env_id, options, pairs, compilations):
+    """One row of the result: an environment of two scripts, random actions."""
+    num_envs = options.get("num_envs", 8192)
+    compile_seconds = []
+    for _ in range(compilations):
+        jax.clear_caches()
+        ours, theirs = environment(new, env_id, num_envs), environment(old, env_id, num_envs)
+        compile_seconds.append((ours[1]["compile_seconds"], theirs[1]["compile_seconds"]))
+    ours, theirs = ours[0], theirs[0]
+    ours(), theirs()  # both are warm now
+    return row_of([(ours(), theirs()) for _ in range(pairs)], compile_seconds)
+
+
+def compare_training(new, old, options, pairs, compilations):
+    """One row of the result: training of two scripts with the same options."""
     compile_seconds = []
     for _ in range(compilations):
         jax.clear_caches()
@@ -87,7 +130,11 @@ def compare(new, old, options, pairs, compilations):
     seconds = max(min(ours.seconds(1) for _ in range(3)), 1e-3)
     chunks = max(1, round(1 / seconds))
     theirs.seconds(chunks)  # both are warm now
-    rounds = [(ours.sps(chunks), theirs.sps(chunks)) for _ in range(pairs)]
+    return row_of([(ours.sps(chunks), theirs.sps(chunks)) for _ in range(pairs)], compile_seconds)
+
+
+def row_of(rounds, compile_seconds):
+    """The figures of a row, from pairs (new, old) of steps per second and of seconds."""
     return {
         "sps": statistics.median(a for a, _ in rounds),
         "sps_before": statistics.median(b for _, b in rounds),
@@ -101,7 +148,8 @@ def compare(new, old, options, pairs, compilations):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", required=True, help="the commit to compare with")
-    parser.add_argument("--only", default="", help="scripts whose name contains this")
+    parser.add_argument("--only", default="", help="scripts or environments with this word")
+    parser.add_argument("--env-only", action="store_true", help="environments, not training")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--compilations", type=int, default=3)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
@@ -113,26 +161,38 @@ def main():
     if choice.out and choice.out.exists():
         earlier = json.loads(choice.out.read_text())["rows"]
         rows = {(row["name"], row["setting"]): row for row in earlier}
+    counts = choice.pairs, choice.compilations
     with tempfile.TemporaryDirectory() as folder:
-        for name in SCRIPTS:
-            if choice.only not in name:
-                continue
-            new, old = load(ROOT / f"{name}.py", name), load_old(choice.against, name, folder)
-            settings = {"default": {}, "compared": COMPARED.get(name)}
-            for setting, options in settings.items():
-                if options is None:
-                    continue
-                row = {"name": name, "setting": setting, "date": f"{datetime.date.today()}"}
-                counts = choice.pairs, choice.compilations
-                row |= compare(new, old, options | fields, *counts)
-                rows[name, setting] = row
-                print(
-                    f"{name:26s} {setting:9s} {row['sps']:10,.0f} SPS, before "
-                    f"{row['sps_before']:10,.0f}, ratio {row['ratio']:.3f}; compiled in "
-                    f"{row['compile_seconds']:.1f} s, before {row['compile_seconds_before']:.1f} s",
-                    flush=True,
-                )
-                save(choice.out, list(rows.values()))
+        for name, setting, compare in comparisons(choice, fields, folder):
+            row = {"name": name, "setting": setting, "date": f"{datetime.date.today()}"}
+            row |= compare(*counts)
+            rows[name, setting] = row
+            print(
+                f"{name:26s} {setting:17s} {row['sps']:10,.0f} SPS, before "
+                f"{row['sps_before']:10,.0f}, ratio {row['ratio']:.3f}; compiled in "
+                f"{row['compile_seconds']:.1f} s, before {row['compile_seconds_before']:.1f} s",
+                flush=True,
+            )
+            save(choice.out, list(rows.values()))
+
+
+def comparisons(choice, fields, folder):
+    """(script, setting, function of pairs and compilations) of each row that is asked for."""
+    if choice.env_only:
+        name = "ppo_minigrid_rnn"
+        scripts = load(ROOT / f"{name}.py", name), load_old(choice.against, name, folder)
+        for env_id in ENVIRONMENTS:
+            if choice.only in env_id:
+                compare = functools.partial(compare_environments, *scripts, env_id, fields)
+                yield name, f"{env_id} alone", compare
+        return
+    for name in SCRIPTS:
+        if choice.only in name:
+            scripts = load(ROOT / f"{name}.py", name), load_old(choice.against, name, folder)
+            yield name, "default", functools.partial(compare_training, *scripts, fields)
+            if name in COMPARED:
+                options = COMPARED[name] | fields
+                yield name, "compared", functools.partial(compare_training, *scripts, options)
 
 
 def save(path, rows):

@@ -99,7 +99,7 @@ def test_rollout_equals_replay(limit):
     obs, info = plain.reset()
     valid = np.ones(2, bool)
     score, length = np.zeros(2), np.zeros(2, int)
-    last_score, last_length = np.full(2, np.nan), np.full(2, np.nan)
+    last_score, last_length = np.full(2, -np.inf), np.full(2, -np.inf)
     truncations = lost_lives = both = 0
     for t in range(args.num_steps):
         np.testing.assert_array_equal(trajectory.obs[t], obs)

@@ -37,9 +37,9 @@ def measured(program, folder, *words):
     return {row["name"]: row for row in json.loads(out.read_text())["rows"]}
 
 
-def needs_history():
-    """Skips where git does not know the scripts, say in an unpacked archive."""
-    show = ["git", "show", "HEAD:ppo_cartpole_jax.py"]
+def needs_history(commit="HEAD"):
+    """Skips where git does not know the scripts, say in an unpacked archive or shallow clone."""
+    show = ["git", "show", f"{commit}:ppo_cartpole_jax.py"]
     if subprocess.run(show, cwd=ROOT, capture_output=True).returncode != 0:
         pytest.skip("no history")
 
@@ -156,6 +156,15 @@ def test_versions(name, tmp_path):
     words = ["--against", "HEAD", "--only", name, "--pairs", "1", "--compilations", "1", *SMALL]
     (row, *_) = measured("versions", tmp_path, *words).values()
     assert row["sps"] > 0 and row["sps_before"] > 0 and len(row["rounds"]) == 1
+
+
+def test_versions_of_environments(tmp_path):
+    """An environment beside that of the commit which figures are compared with."""
+    needs_history("96b6b48")
+    words = ["--against", "96b6b48", "--env-only", "--only", "Empty", "num_envs=4"]
+    rows = measured("versions", tmp_path, *words, "--pairs", "1", "--compilations", "1")
+    (row,) = rows.values()
+    assert row["setting"] == "Empty-8x8 alone" and row["sps"] > 0 and row["sps_before"] > 0
 
 
 def test_changes(tmp_path):

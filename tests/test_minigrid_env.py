@@ -732,8 +732,8 @@ def test_ended_episodes_get_levels_of_their_own(env_id, share):
     states = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(1), n))
     going_on = states._replace(step_count=states.step_count + 7)
     done = np.random.default_rng(0).random(n) < share
-    reset = jax.jit(lambda keys: script.reset_ended(env, keys, jnp.asarray(done), going_on))
-    after = jax.device_get(reset(jax.random.split(jax.random.key(2), n)))
+    reset = jax.jit(lambda key: script.reset_ended(env, key, jnp.asarray(done), going_on))
+    after = jax.device_get(reset(jax.random.key(2)))
     before = jax.device_get(going_on)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[~done], y[~done]), after, before)
     assert (after.step_count == np.where(done, 0, 7)).all()

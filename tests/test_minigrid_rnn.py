@@ -346,8 +346,9 @@ def test_levels_made_beforehand(monkeypatch, num_envs, scans):
     assert names.count("scan") == scans
     env_state, _, _, _, trajectory, _ = jax.jit(play)(*carry)
 
-    reset_keys = jax.random.split(jax.random.split(carry[-1], 3)[2], (2, num_envs))
-    levels = jax.jit(jax.vmap(jax.vmap(env.reset)))(reset_keys)
+    step_keys = jax.random.split(jax.random.split(carry[-1], 3)[2], 2)
+    level_keys = jax.vmap(script.level_keys, (0, None))(step_keys, jnp.arange(num_envs))
+    levels = jax.jit(jax.vmap(jax.vmap(env.reset)))(level_keys)
     for ours, expected in zip(jax.tree.leaves(env_state), jax.tree.leaves(levels), strict=True):
         np.testing.assert_array_equal(ours, expected[1])
     seen = jax.jit(jax.vmap(env.observe))(jax.tree.map(lambda x: x[0], levels))

@@ -21,13 +21,18 @@ def snippet(*words):
 
 def run(block, folder):
     """Runs a snippet in a folder with copies of the scripts; returns its standard output."""
+    result = outcome(block, folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def outcome(block, folder):
+    """Runs a snippet like `run`, to whatever end; returns the finished process."""
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
     env = os.environ | {"XLA_FLAGS": ""}  # one device, as most users have
     command = [sys.executable, "-c", block]
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
 def summary_of(folder):
@@ -52,7 +57,12 @@ SOLVED = {  # words of the snippet: the lowest greedy return
     "class Point:": -12,  # at rest in the corner it would be about -77
 }
 LEARNED = {"def t_maze_level": 0.95, "class ResetLSTM": 0.95}  # the lowest success rate
-OTHERS = ["class Args(ppo.Args)", "over_keys = jax.vmap", "train_step = ppo.make_train_step"]
+OTHERS = [
+    "class Args(ppo.Args)",
+    "over_keys = jax.vmap",
+    "train_step = ppo.make_train_step",
+    "jax.debug_nans(True)",
+]
 
 
 @pytest.mark.parametrize("words", SOLVED)
@@ -95,3 +105,27 @@ def test_sweep(tmp_path):
 def test_loop(tmp_path):
     """One agent, one update a call."""
     assert float(run(snippet("train_step = ppo.make_train_step"), tmp_path)) > 300
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_where_a_nan_comes_from(healthy, tmp_path):
+    """The traceback names the function that makes it; without one there is no false alarm."""
+    bug = """
+ppo_loss = ppo.ppo_loss
+
+def diverging_loss(args, params, batch):
+    loss, metrics = ppo_loss(args, params, batch)
+    return jax.numpy.sqrt(-jax.numpy.exp(loss)), metrics
+
+ppo.ppo_loss = diverging_loss
+"""
+    place = "# ... replace what you need ..."
+    block = snippet("jax.debug_nans(True)")
+    assert place in block
+    result = outcome(block.replace(place, "" if healthy else bug), tmp_path)
+    if healthy:
+        assert result.returncode == 0, result.stderr
+    else:
+        *_, last_call = (line for line in result.stderr.splitlines() if "<string>" in line)
+        assert last_call.endswith("in diverging_loss")
+        assert "FloatingPointError: invalid value (nan) encountered in sqrt" in result.stderr

@@ -145,7 +145,7 @@ def test_jitted_update_equals_op_by_op(script):
     update = functools.partial(script.update, args)
     together = jax.jit(update, compiler_options=USUAL_COMPILATION)(state)
     batched = jax.jit(jax.vmap(update))(jax.tree.map(lambda x: jnp.stack([x, x]), state))
-    with jax.disable_jit():
+    with jax.disable_jit(), jax.debug_nans(True):  # so that users can look for theirs
         expected = script.update(args, state)
     close(together, expected)
     close(jax.tree.map(lambda x: x[1], batched), expected)
