@@ -730,8 +730,8 @@ def restart_ended(done, stats):
 def mean_of_ended(last):
     """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
     ended = jnp.isfinite(last)
-    total = jnp.where(ended, last, 0.0).sum()
-    return jnp.where(ended.any(), total / jnp.maximum(ended.sum(), 1), -jnp.inf)
+    total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
 
 
 def select(mask, yes, no):
