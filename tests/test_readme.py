@@ -30,7 +30,9 @@ def outcome(block, folder):
     """Runs a snippet like `run`, to whatever end; returns the finished process."""
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
-    env = os.environ | {"XLA_FLAGS": ""}  # one device, as most users have
+    # One device, as most users have. Compiled twice as fast, they train at four fifths of the speed.
+    flags = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+    env = os.environ | {"XLA_FLAGS": flags}
     command = [sys.executable, "-c", block]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
