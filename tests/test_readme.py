@@ -30,7 +30,7 @@ def outcome(block, folder):
     """Runs a snippet like `run`, to whatever end; returns the finished process."""
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
-    # One device, as most users have. Compiled twice as fast, they train at four fifths of the speed.
+    # One device, as most users have. Compiled twice as fast, they train at 0.8 of the speed.
     flags = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
     env = os.environ | {"XLA_FLAGS": flags}
     command = [sys.executable, "-c", block]
