@@ -1618,10 +1618,15 @@ def write_file(path, content):
         raise RunError(f"{path} cannot be written: {error}") from error
 
 
+def to_json(content):
+    """The text of flags or results; a path, which a flag that you add may be, is a string there."""
+    return json.dumps(content, indent=2, default=os.fspath)
+
+
 def write_json(path, content):
     """Writes JSON; numbers that are not finite become null. Raises RunError."""
-    content = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    content = json.loads(to_json(content), parse_constant=lambda _: None)
+    write_file(path, (to_json(content) + "\n").encode())
 
 
 def load_args(run_dir):
@@ -1644,7 +1649,7 @@ def load_args(run_dir):
                 words.append(f"--{name}={value}")
         with contextlib.redirect_stderr(io.StringIO()):
             args = tyro.cli(Args, args=words)
-        default, parsed = (json.loads(json.dumps(vars(x))) for x in (Args(), args))
+        default, parsed = (json.loads(to_json(vars(x))) for x in (Args(), args))
         if parsed != default | saved:
             raise ValueError("args.json has values of the wrong type")
         check_args(args)
@@ -1924,7 +1929,7 @@ def parse_args(words=None):
         old, new = getattr(saved, field.name), getattr(args, field.name)
         if new != old and field.name not in may_change:
             flag = "--" + field.name.replace("_", "-")
-            message = f"{flag} {new}: this run has {old}, which cannot change here"
+            message = f"{flag}: this run has {old}, which cannot become {new} here"
             if field.name == "total_timesteps" and args.resume is not None:
                 message += " (only where the learning rate is not annealed)"
             raise UsageError(message)
@@ -2083,7 +2088,7 @@ def main(words=None):
     run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
     video_dir = create_video_folder(args, run_dir)
     run_args = without_processes(dataclasses.replace(args, resume=None))
-    flags = json.dumps(vars(run_args), indent=2)
+    flags = to_json(vars(run_args))
     write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
     for name in ("summary.json", "eval.json"):  # of an earlier end
         (run_dir / name).unlink(missing_ok=True)

@@ -347,6 +347,8 @@ FIELDS = '''
     """of the actions"""
     note: str | None = None
     """a word"""
+    data: pathlib.Path | None = None
+    """a file"""
 '''
 
 
@@ -367,6 +369,7 @@ def with_fields(script, path, future=False):
 
 
 NEW = dict(optimizer="sgd", hidden_sizes=(32, 16), warmup=3, log_std_init=-1.5, note="x y")
+NEW["data"] = pathlib.Path("a/b c.npz")
 
 
 @having("train")
@@ -402,7 +405,10 @@ def test_runs_with_new_fields(script, future, tmp_path):
     mine.main(quick_words(mine, tmp_path, total_timesteps=steps, **NEW))
     run_dir = run_of(tmp_path)
     saved = json.loads((run_dir / "args.json").read_text())
-    assert {name: saved[name] for name in NEW} == NEW | {"hidden_sizes": [32, 16]}
+    assert {name: saved[name] for name in NEW} == NEW | {
+        "hidden_sizes": [32, 16],
+        "data": "a/b c.npz",
+    }
     args, state = mine.load_run(run_dir)
     assert {name: getattr(args, name) for name in NEW} == NEW
     assert np.asarray(state.update).tolist() == [2]
