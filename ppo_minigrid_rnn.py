@@ -21,7 +21,7 @@
 For one large GPU; predicted, from the program compiled for an H100 that was not there, are 1.2
 million steps per second (benchmarks/README.md):
 
-    python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 5e6
+    python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
 
 Where memory decides, and more exploration is needed:
 

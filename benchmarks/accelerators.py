@@ -995,7 +995,7 @@ PRESETS = {
         "--num-envs 4096 --num-minibatches 16 --total-timesteps 2e7",
     ),
     "swing-up, for a GPU": ("ppo_swingup_jax", "--num-envs 1024"),
-    "MiniGrid, for a GPU": ("ppo_minigrid_rnn", "--num-envs 1024 --total-timesteps 5e6"),
+    "MiniGrid, for a GPU": ("ppo_minigrid_rnn", "--num-envs 1024 --total-timesteps 2e6"),
     "Atari, for a GPU": (
         "ppo_atari_envpool_xla_jax",
         "--num-envs 64 --num-minibatches 16 --log-interval 2",
