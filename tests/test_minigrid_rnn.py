@@ -612,7 +612,8 @@ def test_trials_from_the_command_line(tmp_path, capsys):
     assert ", ".join(f"{rate:.3f}" for rate in rates) in capsys.readouterr().out and len(rates) == 3
     with pytest.raises(script.RunError, match="does not fit"):
         script.main([*words, "--episodes-per-trial", "1"])
-    with pytest.raises(script.UsageError, match="--episodes-per-trial 3: this run has 2"):
+    message = "--episodes-per-trial: this run has 2, which cannot become 3"
+    with pytest.raises(script.UsageError, match=message):
         script.parse_args([f"--resume={run_dir}", "--episodes-per-trial=3"])
 
 
