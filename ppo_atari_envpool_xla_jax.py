@@ -14,8 +14,8 @@
 
 The default flags are the setting of CleanRL's ppo_atari_envpool_xla_jax_scan.py. One step is one
 decision of the agent, four frames of the console. On two CPU cores ten million steps take about
-eight hours. One pass over each batch takes less than half of that; Pong was learned so, in two hours on
-one core (benchmarks/README.md):
+eight hours. One pass over each batch takes less than half of that; Pong was learned so, in two
+hours on one core (benchmarks/README.md):
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 5e6 \
         --update-epochs 1 --num-minibatches 16
