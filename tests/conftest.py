@@ -36,7 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
-# Tracing makes objects faster than any other program: looking for cycles took 9% of the time.
+# Tracing makes many objects: looking for cycles among them took 9% of the time of some tests.
 gc.set_threshold(100_000, 50, 50)
 
 import pytest
