@@ -26,12 +26,15 @@ the program compiled for an H100 that was not there, are 330,000 steps per secon
 
     python ppo_atari_envpool_xla_jax.py --num-envs 64 --num-minibatches 16 --log-interval 2
 
-An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
-value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
-better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
-https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
-sample from pushing the policy too far from the one that played. It repeats one update:
+An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. A network, the actor,
+is the policy; another network or head, the critic, learns the value V(s), the return to expect from
+a state. The return grows along the sum over steps of (return) grad log pi(a|s), gradients by the
+actor's parameters (REINFORCE). To subtract V(s) from the return changes nothing on average and
+takes away much of the noise. What remains is the advantage A(s, a), how much better than expected
+an action was: better actions become likelier and worse ones rarer, in proportion to A. Proximal
+policy optimisation (PPO, https://arxiv.org/abs/1707.06347) does that many times on the same
+samples, while it stops each sample from pushing the policy too far from the one that played. It
+repeats one update:
 
     1. rollout        T steps in N environments with the current policy       B = T * N samples
     2. compute_gae    how much better than expected did each action turn out? advantages A
@@ -375,6 +378,7 @@ class Categorical(NamedTuple):
 
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
+        # log_probs[action] of each sample; a choice among A arrays, as a gather's gradient is slow.
         return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
 
     def entropy(self):
@@ -802,7 +806,7 @@ def compute_gae(
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
     noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
     episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
-    hardly depends on the critic, but has the noise of a whole episode.
+    trusts the critic as little as the samples allow, but has the noise of all those steps.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
@@ -932,10 +936,10 @@ def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
     larger of two errors counts, that of the value and that of the value held within clip_coef of
     the old one. Once a value has moved further than that towards its target, the second one is
     larger and has no gradient. That slows the critic wherever values are large. The entropy bonus
-    keeps the policy from becoming certain before it has tried.
+    keeps the policy from becoming certain before it has tried all actions.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
-    log(A), explained_variance that rises towards 1.
+    log(num_actions), explained_variance that rises towards 1.
     """
     dist, value = forward(args, params, batch.obs, platform=platform)
     count = count_valid(batch.valid, axis_name)
@@ -961,9 +965,11 @@ def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
         "losses/policy_loss": Mean(policy_loss),
         "losses/value_loss": Mean(value_loss),
         "losses/entropy": Mean(entropy),
-        # Estimates of KL(old || new), see http://joschu.net/blog/kl-approx.html
+        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
+        # is less noisy and never negative, the other one the older of the two.
         "losses/approx_kl": Mean(mean(ratio - 1 - log_ratio)),
         "losses/old_approx_kl": Mean(-mean(log_ratio)),
+        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": Mean(mean(jnp.abs(ratio - 1) > args.clip_coef)),
     }
 
@@ -994,7 +1000,7 @@ def random_permutation(key, n):
     the index, whatever function mixes their halves. Where n is no power of two, indices that leave
     the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
-    if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
+    if n <= 256:  # with so few bits some orders would come up too often
         draws = jax.random.bits(key, n, jnp.uint32)
         index = np.arange(n)
         is_less = draws < draws[:, None]
@@ -1149,7 +1155,7 @@ def learn(args, state, trajectory, *, platform=None, axis_name=None):
         args.gae_lambda,
         platform=platform,
     )
-    target = advantage + value
+    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
     batch = Batch(

@@ -21,33 +21,41 @@ compiled for an H100 that was not there, are 15 million steps per second (benchm
 
     python ppo_cartpole_jax.py --num-envs 4096 --num-minibatches 16 --total-timesteps 2e7
 
-An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
-value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
-better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
-https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
-sample from pushing the policy too far from the one that played. It repeats one update:
+An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. A network, the actor,
+is the policy; another network or head, the critic, learns the value V(s), the return to expect from
+a state. The return grows along the sum over steps of (return) grad log pi(a|s), gradients by the
+actor's parameters (REINFORCE). To subtract V(s) from the return changes nothing on average and
+takes away much of the noise. What remains is the advantage A(s, a), how much better than expected
+an action was: better actions become likelier and worse ones rarer, in proportion to A. Proximal
+policy optimisation (PPO, https://arxiv.org/abs/1707.06347) does that many times on the same
+samples, while it stops each sample from pushing the policy too far from the one that played. It
+repeats one update:
 
-    1. rollout        T steps in N environments with the current policy       B = T * N samples
-    2. compute_gae    how much better than expected did each action turn out? advantages A
-    3. update_epochs  several passes over the samples in shuffled minibatches:
-         ppo_loss       make better actions likelier; fit the critic          gradients
-         adam_update    a step along them                                     parameters
+    1. rollout            T steps in N environments with the current policy    B = T * N samples
+    2. trajectory_values  what return did the critic expect from each state?   values V
+    3. compute_gae        how much better than that did each action turn out?  advantages A
+    4. update_epochs      several passes over the samples in shuffled minibatches:
+         ppo_loss           make better actions likelier; fit the critic       gradients
+         adam_update        a step along them                                  parameters
 
-`train` is all of that as one pure function of a key, for one agent. Everything from the docstring
-to the section "Training" is reinforcement learning; everything below is about running it: many
-agents and devices, evaluation, files, the command line. XLA compiles several whole updates,
-environment included, into one program, so Python and the device meet once in `--log-interval`
-updates instead of once a step. Details follow
+`update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
+of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
+what follows is about running it: many agents and devices, evaluation, files, the command line,
+which calls `update` through `make_train_chunk`. Skip at a first reading what is there for speed
+alone: `gpu_unroll`, `loss_gradient` (it is the gradient of `ppo_loss`) and `random_permutation`.
+XLA, JAX's compiler, turns several whole updates, environment included, into one program, so Python
+and the device meet once in `--log-interval` updates instead of once a step. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
-`jax.vmap(f)` maps f over a leading axis of its arguments; `jax.lax.scan(f, carry, xs)` is a loop,
-`carry, y = f(carry, x)` for each x, that returns the last carry and all y, stacked; `jax.grad(f)`
-is the gradient of f; `jax.tree.map` applies a function to all arrays in nested tuples and dicts.
-Rarer are `lax.map`, a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which
-calls f or g; `lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing.
-Random numbers come from keys: each key is used once, and `split` makes new ones.
+`jax.vmap(f)` maps f over a leading axis of its arguments, `jax.vmap(f, (0, None))` over that of the
+first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x, that
+returns the last carry and all y, stacked; `jax.grad(f)` is the gradient of f by its first argument
+(by the second with `argnums=1`; with `has_aux` f returns something else too); `jax.tree.map`
+applies a function to all arrays of a tree, that is of nested tuples and dicts. Rarer are `lax.map`,
+a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which calls f or g;
+`lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing. Random numbers come from
+keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
 minibatch, O observation size, A actions, E evaluation episodes, U updates.
@@ -358,6 +366,7 @@ class Categorical(NamedTuple):
 
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
+        # log_probs[action] of each sample; a choice among A arrays, as a gather's gradient is slow.
         return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
 
     def entropy(self):
@@ -462,9 +471,10 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
         v = beta2 v + (1 - beta2) g^2          v_hat = v / (1 - beta2^t)
         p = p - learning_rate * m_hat / (sqrt(v_hat) + eps)
 
-    so every parameter moves by about the learning rate, whatever the scale of its gradient: at the
-    first step by exactly learning_rate * g / (|g| + eps). Gradients are scaled down before, because
-    a single huge one would otherwise fill m and, for longer, v.
+    so the scale of a gradient does not matter: a parameter moves by about the learning rate where
+    its gradients agree from step to step, by less, the noisier they are, and at the first step by
+    exactly learning_rate * g / (|g| + eps). Gradients are scaled down before, because a single huge
+    one would otherwise fill m and, for longer, v.
 
     Returns (params, state, norm of the gradients before they were scaled).
     """
@@ -607,6 +617,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
+        # `value` is but checked here: `trajectory_values` computes all of them in one batch.
         dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
@@ -669,6 +680,7 @@ def trajectory_values(args, env, params, trajectory):
     step = step_in_window + length * jnp.arange(num_windows)[:, None]
 
     # --- Value those observations; `where` drops the values of those that were not truncated ---
+    # x[step[w, n], n] for each window w and environment n
     pick = jax.vmap(lambda x, step: x[step], in_axes=1, out_axes=1)  # x [T, N, ...], step [W, N]
     truncated_obs = jax.tree.map(lambda x: pick(x, step), trajectory.next_obs)
     truncated_value = jnp.repeat(value_of(truncated_obs), length, axis=0)[: args.num_steps]
@@ -691,7 +703,7 @@ def compute_gae(
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
     noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
     episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
-    hardly depends on the critic, but has the noise of a whole episode.
+    trusts the critic as little as the samples allow, but has the noise of all those steps.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
@@ -794,10 +806,10 @@ def ppo_loss(args, params, batch):
     the old one. Once a value has moved further than that towards its target, the second one is
     larger and has no gradient. That slows the critic wherever values are large (here up to
     1 / (1 - gamma) = 100), so it is off by default. The entropy bonus keeps the policy from
-    becoming certain before it has tried.
+    becoming certain before it has tried all actions; CartPole is solved without one.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
-    log(A), explained_variance that rises towards 1 (until all returns are the same).
+    log(num_actions), explained_variance that rises towards 1 (until all returns are the same).
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -821,9 +833,11 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": Mean(policy_loss),
         "losses/value_loss": Mean(value_loss),
         "losses/entropy": Mean(entropy),
-        # Estimates of KL(old || new), see http://joschu.net/blog/kl-approx.html
+        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
+        # is less noisy and never negative, the other one the older of the two.
         "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
         "losses/old_approx_kl": Mean(-log_ratio.mean()),
+        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": Mean((jnp.abs(ratio - 1) > args.clip_coef).mean()),
     }
 
@@ -855,7 +869,7 @@ def random_permutation(key, n):
     the index, whatever function mixes their halves. Where n is no power of two, indices that leave
     the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
-    if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
+    if n <= 256:  # with so few bits some orders would come up too often
         draws = jax.random.bits(key, n, jnp.uint32)
         index = np.arange(n)
         is_less = draws < draws[:, None]
@@ -892,6 +906,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, 
     """Passes over a batch of B samples in shuffled minibatches.
 
     A scan over epochs of a scan over minibatches; `active` and `no_epoch` serve `target_kl` alone.
+    `platform` and `sharding` are explained at `update`.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
@@ -960,7 +975,7 @@ def init_train_state(args, key):
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
     env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
-    # Without weak types: a Python 0 that `step` makes a float is an error then, which names it.
+    # A Python 0 is weakly typed: `scan` would let `step` make a float of it without a word.
     env_state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), env_state)
     return TrainState(
         params=params,
@@ -998,7 +1013,7 @@ def update(args, state, *, platform=None, sharding=None):
         args.gae_lambda,
         platform=platform,
     )
-    target = advantage + value
+    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
     batch = Batch(

@@ -52,12 +52,15 @@ The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.or
 function collapse: same ids, encoding, rules, missions and distributions of levels. `XLand` adds
 those of XLand-MiniGrid.
 
-An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. The critic learns the
-value V(s), the return to expect from a state. If A(s, a) tells how much better than V(s) an action
-was, the return grows in the direction of the sum over steps of A grad log pi(a|s), which makes
-better actions likelier and worse ones rarer, in proportion to A. Proximal policy optimisation (PPO,
-https://arxiv.org/abs/1707.06347) does that many times on the same samples, while it stops each
-sample from pushing the policy too far from the one that played. It repeats one update:
+An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. A network, the actor,
+is the policy; another network or head, the critic, learns the value V(s), the return to expect from
+a state. The return grows along the sum over steps of (return) grad log pi(a|s), gradients by the
+actor's parameters (REINFORCE). To subtract V(s) from the return changes nothing on average and
+takes away much of the noise. What remains is the advantage A(s, a), how much better than expected
+an action was: better actions become likelier and worse ones rarer, in proportion to A. Proximal
+policy optimisation (PPO, https://arxiv.org/abs/1707.06347) does that many times on the same
+samples, while it stops each sample from pushing the policy too far from the one that played. It
+repeats one update:
 
     1. rollout        T steps in N environments with the current policy           T * N samples
     2. compute_gae    how much better than expected did each action turn out? advantages A
@@ -73,20 +76,24 @@ bootstrapped with the value of its true last observation, seen with the memory o
 An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
 several times in a row and remembers the times before. `Trial` explains this meta-learning.
 
-`train` is all of that as one pure function of a key, for one agent. Everything from the docstring
-to the section "Training" is reinforcement learning; everything below is about running it: many
-agents and devices, evaluation, files, the command line. XLA compiles several whole updates,
-environment included, into one program, so Python and the device meet once in `--log-interval`
-updates instead of once a step. Details follow
+`update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
+of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
+what follows is about running it: many agents and devices, evaluation, files, the command line,
+which calls `update` through `make_train_chunk`. Skip at a first reading what is there for speed
+alone, such as `gpu_unroll` and `random_permutation`. XLA, JAX's compiler, turns several whole
+updates, environment included, into one program, so Python and the device meet once in
+`--log-interval` updates instead of once a step. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
-`jax.vmap(f)` maps f over a leading axis of its arguments; `jax.lax.scan(f, carry, xs)` is a loop,
-`carry, y = f(carry, x)` for each x, that returns the last carry and all y, stacked; `jax.grad(f)`
-is the gradient of f; `jax.tree.map` applies a function to all arrays in nested tuples and dicts.
-Rarer are `lax.map`, a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which
-calls f or g; `lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing.
-Random numbers come from keys: each key is used once, and `split` makes new ones.
+`jax.vmap(f)` maps f over a leading axis of its arguments, `jax.vmap(f, (0, None))` over that of the
+first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x, that
+returns the last carry and all y, stacked; `jax.grad(f)` is the gradient of f by its first argument
+(by the second with `argnums=1`; with `has_aux` f returns something else too); `jax.tree.map`
+applies a function to all arrays of a tree, that is of nested tuples and dicts. Rarer are `lax.map`,
+a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which calls f or g;
+`lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing. Random numbers come from
+keys: each key is used once, and `split` makes new ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features (of images, their
@@ -2009,6 +2016,7 @@ class Categorical(NamedTuple):
 
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
+        # log_probs[action] of each sample; a choice among A arrays, as a gather's gradient is slow.
         return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
 
     def entropy(self):
@@ -2958,7 +2966,7 @@ def compute_gae(
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
     noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
     episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
-    hardly depends on the critic, but has the noise of a whole episode.
+    trusts the critic as little as the samples allow, but has the noise of all those steps.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
@@ -3061,10 +3069,10 @@ def ppo_loss(args, params, batch):
     the old one. Once a value has moved further than that towards its target, the second one is
     larger and has no gradient. Returns of an episode lie between -1 and 1, which leaves the critic
     room; those of trials or with bonuses may be larger, and `--no-clip-vloss` better. The entropy
-    bonus keeps the policy from becoming certain before it has tried.
+    bonus keeps the policy from becoming certain before it has tried all actions.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
-    log(A), explained_variance that rises towards 1 (until all returns are the same).
+    log(num_actions), explained_variance that rises towards 1 (until all returns are the same).
     """
     rnn_state = jax.tree.map(lambda x: x[0], batch.rnn_state)
     dist, value, _ = forward(args, params, batch.inputs, rnn_state)
@@ -3089,9 +3097,11 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": Mean(policy_loss),
         "losses/value_loss": Mean(value_loss),
         "losses/entropy": Mean(entropy),
-        # Estimates of KL(old || new), see http://joschu.net/blog/kl-approx.html
+        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
+        # is less noisy and never negative, the other one the older of the two.
         "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
         "losses/old_approx_kl": Mean(-log_ratio.mean()),
+        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": Mean((jnp.abs(ratio - 1) > args.clip_coef).mean()),
     }
 
@@ -3104,7 +3114,7 @@ def random_permutation(key, n):
     the index, whatever function mixes their halves. Where n is no power of two, indices that leave
     the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
     """
-    if n <= 256:  # the halves of fewer bits have too few functions to be unbiased
+    if n <= 256:  # with so few bits some orders would come up too often
         draws = jax.random.bits(key, n, jnp.uint32)
         index = np.arange(n)
         is_less = draws < draws[:, None]
@@ -3141,6 +3151,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, sharding):
     """Passes over a batch of N environments in shuffled minibatches of whole environments.
 
     A scan over epochs of a scan over minibatches; `active` and `no_epoch` serve `target_kl` alone.
+    `sharding` is explained at `update`.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
@@ -3216,7 +3227,7 @@ def init_train_state(args, key):
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
     env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
-    # Without weak types: a Python 0 that `step` makes a float is an error then, which names it.
+    # A Python 0 is weakly typed: `scan` would let `step` make a float of it without a word.
     env_state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), env_state)
     return TrainState(
         params=params,
@@ -3281,7 +3292,7 @@ def update(args, state, *, platform=None, sharding=None):
         args.gae_lambda,
         platform=platform,
     )
-    target = advantage + value
+    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
     batch = Batch(

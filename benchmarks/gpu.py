@@ -31,7 +31,7 @@ of a success, so all can also be measured by several commands with `--only`.
 
 On a machine without a package registry, wheels of what it lacks can be carried there. Tyro takes
 0.3 MB (typeguard needs a recent typing-extensions, so that is among them), EnvPool 54 MB more,
-without most of its assets: benchmarks/README.md says how.
+without most of its assets: benchmarks/notes.md says how.
 
     python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 -d wheels tyro docstring-parser typeguard typing-extensions
