@@ -43,9 +43,9 @@ repeats one update:
          optimizer_update  a step along them                                  parameters
 
 One pool of emulators plays for all agents, so `rollout` and `update` are of K agents; `learn`,
-steps 2 and 3, is of one and pure. Everything from the docstring to the section "Training" is
-reinforcement learning, with two words from below, `over_agents`, which maps over agents, and
-`make_mesh`, which names the device; everything below is about running it: many agents and
+steps 2 and 3, is of one and pure. Up to the end of the section "Training" stands reinforcement
+learning, with few words from below: `over_agents` maps over agents, `make_mesh` names the device,
+`spread_update` is for several processes. What follows is about running it: many agents and
 processes, evaluation, files, the command line. EnvPool's XLA interface makes its emulators a call
 inside the program: XLA compiles several whole updates into one, so Python and the device meet once
 in `--log-interval` updates instead of once a step, though at each step the device hands actions to
@@ -339,7 +339,8 @@ def make_env(args):
     An environment of your own needs what EnvPool's gymnasium interface has: `reset()`, `xla()` for
     calls inside a program, `step()` for evaluation; and in `info`, of `reset()` too, "reward",
     "terminated" and "lives", which EnvPool's other families do not have. With it change OBS_SHAPE,
-    `count_actions`, `check_game` and `record_video`.
+    `count_actions`, `check_game`, `make_eval_pool`, from which `evaluate` has its games, and
+    `record_video`.
     """
     platform = make_mesh(args).devices.flat[0].platform
     if platform not in ("cpu", "gpu"):
@@ -1372,17 +1373,24 @@ def join_processes(args):
     )
     check_args(args)
     if args.process_id > 0:
-        scratch = tempfile.mkdtemp()
+        scratch = tempfile.mkdtemp(prefix=f"{SCRIPT}-")
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         sys.stdout = open(os.devnull, "w")
         os.environ["WANDB_MODE"] = "disabled"
         resume = args.resume
         if resume is not None:
-            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"))
+            logs = shutil.ignore_patterns("events.out.tfevents.*")  # as long as the run
+            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"), ignore=logs)
         args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
     # Only now may the first process write into a run that the others have copied.
     multihost_utils.sync_global_devices("processes joined")
     return args
+
+
+def wait_for_processes(args):
+    """Waits until all processes are here: from the first one's end JAX gives the others 20 s."""
+    if args.distributed:
+        multihost_utils.sync_global_devices("processes done")
 
 
 def without_processes(args):
@@ -1899,7 +1907,8 @@ def check_args(args):
     divides = args.num_envs % processes == 0
     check(divides, f"--num-processes {processes} must divide --num-envs {args.num_envs}")
     size = args.batch_size // processes
-    check(size % args.num_minibatches == 0, f"--num-minibatches must divide the batch, {size}")
+    batch = "the batch" if processes == 1 else "a process's share of the batch"
+    check(size % args.num_minibatches == 0, f"--num-minibatches must divide {batch}, {size}")
     size = args.batch_size
     check(args.num_updates >= 1, f"--total-timesteps must be at least a batch, {size} steps")
 
@@ -1966,7 +1975,7 @@ def use_compilation_cache():
         return  # no home, or nothing may be written there: no cache, then
     # JAX's own limit needs another package. One gigabyte, oldest first.
     with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+        files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
         sizes = itertools.accumulate(status.st_size for status, _ in files)
         for (_, path), size in zip(files, sizes):
@@ -2083,7 +2092,7 @@ def main(words=None):
     envs = make_env(args)
     state = start_games(args, envs, state)
 
-    # --- Compile; evaluation is only traced, so that its errors show before training ---
+    # --- Compile; evaluation's network is only traced: its errors show before training ---
     with without_compilation_cache():
         train_chunk = make_train_chunk(args, envs).lower(state, jnp.int32(1)).compile()
     frames = jax.ShapeDtypeStruct((args.num_seeds, args.eval_episodes, *OBS_SHAPE), jnp.uint8)
@@ -2168,16 +2177,20 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if received:
-        how = f"python {sys.argv[0]} --resume {shlex.quote(str(run_dir))}"
+        how = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
         if words is not None:  # called from Python, perhaps with parts replaced
             how = f'main(["--resume", {str(run_dir)!r}])'
+        if args.distributed:
+            how += " --distributed, in every process as before"
         print(f"interrupted at update {done}; to go on: {how}")
+        wait_for_processes(args)
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")
     if video:
         print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+    wait_for_processes(args)
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices over which agents are spread or, if there are too few, environments (a CPU shows as
-    N of them with XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
+    """devices over which agents are spread or, if that does not divide --num-seeds, environments (a
+    CPU shows as N of them with XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
     exp_name: str = SCRIPT
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
@@ -1671,7 +1671,7 @@ def use_compilation_cache():
         return  # no home, or nothing may be written there: no cache, then
     # JAX's own limit needs another package. One gigabyte, oldest first.
     with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+        files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
         sizes = itertools.accumulate(status.st_size for status, _ in files)
         for (_, path), size in zip(files, sizes):
@@ -1840,7 +1840,7 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if signals.received:
-        how = f"python {sys.argv[0]} --resume {shlex.quote(str(run_dir))}"
+        how = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
         if words is not None:  # called from Python, perhaps with parts replaced
             how = f'main(["--resume", {str(run_dir)!r}])'
         print(f"interrupted at update {done}; to go on: {how}")

@@ -209,8 +209,9 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices (of each process) over which agents are spread or, if there are too few, environments
-    (a CPU shows as N of them with XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
+    """devices (of each process) over which agents are spread or, if that does not divide
+    --num-seeds, environments (a CPU shows as N of them with
+    XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
     distributed: bool = False
     """train with several processes that each run this command, also to --resume; the first one
     writes"""
@@ -3206,8 +3207,8 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, sharding):
 class TrainState(NamedTuple):
     """Everything that training needs to go on; checkpoints hold exactly this.
 
-    A field of your own begins in `init_train_state`, goes on in `update`, and has its line in
-    `state_shardings`, which is asked only where devices share the environments of an agent.
+    A field of your own begins in `init_train_state` and goes on in `update`; if it is of [N], its
+    name also belongs into `state_shardings`.
     """
 
     params: dict
@@ -3508,17 +3509,24 @@ def join_processes(args):
     )
     check_args(args)
     if args.process_id > 0:
-        scratch = tempfile.mkdtemp()
+        scratch = tempfile.mkdtemp(prefix=f"{SCRIPT}-")
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         sys.stdout = open(os.devnull, "w")
         os.environ["WANDB_MODE"] = "disabled"
         resume = args.resume
         if resume is not None:
-            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"))
+            logs = shutil.ignore_patterns("events.out.tfevents.*")  # as long as the run
+            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"), ignore=logs)
         args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
     # Only now may the first process write into a run that the others have copied.
     multihost_utils.sync_global_devices("processes joined")
     return args
+
+
+def wait_for_processes(args):
+    """Waits until all processes are here: from the first one's end JAX gives the others 20 s."""
+    if args.distributed:
+        multihost_utils.sync_global_devices("processes done")
 
 
 def without_processes(args):
@@ -4060,7 +4068,9 @@ def check_args(args):
     check(args.num_envs % args.num_minibatches == 0, message)
     if args.distributed or args.num_seeds % args.num_devices != 0:  # see `spreads_agents`
         devices = args.num_devices * processes
-        message = f"--num-devices: --num-envs must be a multiple of {devices} x --num-minibatches"
+        message = f"--num-envs must be a multiple of --num-minibatches x {devices} devices"
+        if not args.distributed:
+            message += ", or --num-seeds one of --num-devices"
         check(args.num_envs % (devices * args.num_minibatches) == 0, message)
     size = args.batch_size
     check(args.num_updates >= 1, f"--total-timesteps must be at least a batch, {size} steps")
@@ -4129,7 +4139,7 @@ def use_compilation_cache():
         return  # no home, or nothing may be written there: no cache, then
     # JAX's own limit needs another package. One gigabyte, oldest first.
     with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+        files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
         sizes = itertools.accumulate(status.st_size for status, _ in files)
         for (_, path), size in zip(files, sizes):
@@ -4315,16 +4325,20 @@ def main(words=None):
         write_json(run_dir / "summary.json", summary)
 
     if received:
-        how = f"python {sys.argv[0]} --resume {shlex.quote(str(run_dir))}"
+        how = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
         if words is not None:  # called from Python, perhaps with parts replaced
             how = f'main(["--resume", {str(run_dir)!r}])'
+        if args.distributed:
+            how += " --distributed, in every process as before"
         print(f"interrupted at update {done}; to go on: {how}")
+        wait_for_processes(args)
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
     print(f"run: {run_dir}")
     if video:
         print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+    wait_for_processes(args)
 
 
 if __name__ == "__main__":

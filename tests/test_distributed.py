@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 from conftest import QUICK, having, newest_checkpoint, once, run_of, start
 
-# Runs a script; with each checkpoint every process writes down the parameters on its own device.
+# Runs a script; with each checkpoint every process writes down the parameters of its device. The
+# first one is still busy when JAX's patience with processes that end later, shorter here, is over.
 RUN = """
-import {script} as script, jax, numpy as np
+import {script} as script, jax, numpy as np, time
 save_checkpoint = script.save_checkpoint
 def save_both(run_dir, state):
     np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
     save_checkpoint(run_dir, state)
 script.save_checkpoint = save_both
+initialize, record_video = jax.distributed.initialize, script.record_video
+def initialize_impatiently(**options):
+    initialize(**options | dict(shutdown_timeout_seconds=4))
+def record_slowly(*arguments):
+    time.sleep(0 if jax.process_index() else 8)
+    return record_video(*arguments)
+jax.distributed.initialize, script.record_video = initialize_impatiently, record_slowly
 script.main()
 """
 
