@@ -713,7 +713,8 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
         dist, value = forward(args, params, obs, platform=platform)
         action = dist.sample(key)
         log_prob = dist.log_prob(action)
-        check_one_each(len(obs), value=value, log_prob=log_prob)
+        outcome = dict(value=value, log_prob=log_prob, entropy=dist.entropy())
+        check_one_each(len(obs), **outcome)
         return action, dist, log_prob, value
 
     def by_agent(x):  # [K * N, ...] -> [K, N, ...]
@@ -1336,6 +1337,9 @@ def make_train_chunk(args, envs):
 
         # The host chooses how many updates run; one program serves all.
         _, metrics = jax.eval_shape(update_agents, state)
+        for tag, metric in metrics.items():
+            if getattr(metric, "shape", None) != (args.num_seeds,):  # a `Mean` has none
+                raise ValueError(f"the metric {tag} that `update` returns must be a plain number")
         log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
         return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
 

@@ -2823,7 +2823,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        outcome = dict(reward=reward, terminated=terminated)
+        outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
         check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
         next_agent_state = agent_state_after(args, rnn_state, action, reward)
 
@@ -3228,9 +3228,7 @@ def init_train_state(args, key):
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
     env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
-    # A Python 0 is weakly typed: `scan` would let `step` make a float of it without a word.
-    env_state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), env_state)
-    return TrainState(
+    state = TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
         env_state=env_state,
@@ -3241,6 +3239,8 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
+    # A Python 0 is weakly typed: `scan` would let `update` make a float of it without a word.
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
 def update(args, state, *, platform=None, sharding=None):
@@ -3345,7 +3345,12 @@ def train(args, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
 
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
+
+    `args.seed` is not read (`seed_keys` has the command line's keys), nor are flags checked: that
+    is done by `check_args`, before tracers are put in.
     """
+    if args.num_updates < 1:
+        raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
     state = init_train_state(args, key)
     return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
 
@@ -3471,6 +3476,9 @@ def make_train_chunk(args):
 
         # The host chooses how many updates run; one program serves all.
         _, metrics = jax.eval_shape(update_agents, state)
+        for tag, metric in metrics.items():
+            if getattr(metric, "shape", None) != (args.num_seeds,):  # a `Mean` has none
+                raise ValueError(f"the metric {tag} that `update` returns must be a plain number")
         log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
         return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
 

@@ -218,9 +218,9 @@ def test_observations_without_batch_axis(script):
 
 @having("train")
 @pytest.mark.quick
-@pytest.mark.parametrize("wrong", ["value", "log_prob"])
+@pytest.mark.parametrize("wrong", ["value", "log_prob", "entropy"])
 def test_outputs_of_wrong_shape(script, wrong, monkeypatch):
-    """Values or log-probabilities with an axis too many would be broadcast, to [N, N]."""
+    """With an axis too many they would be broadcast, to [N, N], or averaged over it."""
     name = "forward_step" if hasattr(script, "forward_step") else "forward"
     forward = getattr(script, name)
 
@@ -232,12 +232,41 @@ def test_outputs_of_wrong_shape(script, wrong, monkeypatch):
         monkeypatch.setattr(script, name, odd_forward)
     else:
         distribution = getattr(script, "Gaussian", None) or script.Categorical
-        log_prob = distribution.log_prob
-        odd_log_prob = lambda dist, action: log_prob(dist, action)[..., None]
-        monkeypatch.setattr(distribution, "log_prob", odd_log_prob)
+        method = getattr(distribution, wrong)
+        odd_method = lambda *inputs: method(*inputs)[..., None]
+        monkeypatch.setattr(distribution, wrong, odd_method)
     args = short_args(script)
     with pytest.raises(ValueError, match=f"^{wrong} must have the shape"):
         jax.eval_shape(functools.partial(script.train, args), jax.random.key(0))
+
+
+@having("train")
+@pytest.mark.quick
+@pytest.mark.parametrize("wrong", ["vector", "Mean"])
+def test_metrics_that_are_no_numbers(script, wrong, monkeypatch):
+    """The error names the metric before anything is compiled, instead of in the midst of a run."""
+    update = script.update
+
+    def odd_update(args, state, **options):
+        state, metrics = update(args, state, **options)
+        number = metrics["losses/entropy"]
+        odd = script.Mean(number) if wrong == "Mean" else jnp.stack([number, number])
+        return state, {**metrics, "charts/odd": odd}
+
+    monkeypatch.setattr(script, "update", odd_update)
+    args = short_args(script)
+    state = jax.eval_shape(functools.partial(script.init_states, args))
+    with pytest.raises(ValueError, match="charts/odd .* must be a plain number"):
+        script.make_train_chunk(args).trace(state, jnp.int32(1))
+
+
+@once("train")
+@pytest.mark.quick
+def test_training_of_no_update(script):
+    """Untrained parameters without a word would be taken for trained ones."""
+    args = dataclasses.replace(short_args(script), total_timesteps=1)
+    with pytest.raises(ValueError, match="total_timesteps must be at least a batch"):
+        script.train(args, jax.random.key(0))
 
 
 class Wrapped:
@@ -289,6 +318,22 @@ def test_states_keep_their_types(script, monkeypatch):
     make_env = script.make_env
     monkeypatch.setattr(script, "make_env", lambda args: StartsWithWholeNumbers(make_env(args)))
     with pytest.raises(TypeError, match="'half'.* has type int32"):
+        jax.eval_shape(functools.partial(script.train, short_args(script)), jax.random.key(0))
+
+
+@once("adam_init")
+@pytest.mark.quick
+def test_the_whole_state_keeps_its_types(script, monkeypatch):
+    """Here the optimizer's count begins as a Python 0 and goes on with 0.5."""
+    adam_init, adam_update = script.adam_init, script.adam_update
+
+    def half_steps(*inputs):
+        params, state, norm = adam_update(*inputs)
+        return params, state._replace(count=state.count - 0.5), norm
+
+    monkeypatch.setattr(script, "adam_init", lambda params: adam_init(params)._replace(count=0))
+    monkeypatch.setattr(script, "adam_update", half_steps)
+    with pytest.raises(TypeError, match="count has type int32"):
         jax.eval_shape(functools.partial(script.train, short_args(script)), jax.random.key(0))
 
 
