@@ -341,8 +341,10 @@ class Args:
 # (object, colour, state). Kinds are multiples of 8; up to LAVA they are 8 times Farama's object
 # codes (its 10, the agent, is in no cell here). The state, which only doors have, is folded in as
 # two more kinds of door. A box that hides a key is a kind of its own too; its colour is the key's.
-# For a new kind, from 13 * 8 on, see also `unpack`, CODE_SIZES, SHAPES and what light passes in
-# `MiniGrid.view`.
+# A new kind is 13, 14 or 15 times 8 (more need a larger NUM_CELLS). What it does goes into
+# `MiniGrid.transition`, its picture into SHAPES (without one it looks empty), its object code, its
+# kind / 8, into the level's `code_sizes`, as in (14, 6, 3): codes beyond them the agent sees as
+# nothing at all. It hides what is behind it unless `is_clear` in `MiniGrid.view` says otherwise.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
 UNSEEN = 0 * 8
 EMPTY = 1 * 8
@@ -366,8 +368,9 @@ BLUE_BALL = BALL + BLUE
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 
-# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. The bits in
-# `spread_light` and `MiniGrid.view` and the agent's `Encoder` are written for this size.
+# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. Another odd
+# number, written here, works for levels that `see_through_walls`; what light reaches,
+# `spread_light` and the bits in `MiniGrid.view`, is written for 7.
 VIEW = 7
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
 TILE = 8  # pixels of a cell's side in the view of --img-obs
@@ -379,6 +382,8 @@ CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama
 COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
 THING_WORDS = ["key", "ball", "box"]
 VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
+# Words of your own go to the end. That widens a layer, so saved agents with a mission do not fit. A
+# number beyond WORDS the agent sees as no word; `MiniGrid.mission`, which no run calls, fails then.
 WORDS = COLOUR_WORDS + THING_WORDS + VERB_WORDS
 
 
@@ -453,9 +458,9 @@ def view_table(width, height):
 def spread_light(clear, lit):
     """How light spreads along one row of the view and into the row ahead of it.
 
-    Rows are the bits of an integer, bit i for column i. `clear` are the cells that let light pass,
-    `lit` those that the row behind has lit. Returns (cells of this row that are seen, cells of the
-    row ahead that are lit).
+    Rows are the bits of an integer, bit i for column i (printed, column 0 comes last). `clear` are
+    the cells that let light pass, `lit` those that the row behind has lit. Returns (cells of this
+    row that are seen, cells of the row ahead that are lit).
 
     This is Farama's `Grid.process_vis` without its loop over columns. Light sweeps from left to
     right and then back; in each sweep, a lit clear cell lights the next one in the sweep and the
@@ -506,7 +511,7 @@ class Level(NamedTuple):
     grid: jax.Array  # [G] uint8
     position: jax.Array  # the agent's cell
     direction: jax.Array  # where it looks
-    marks: tuple = ()  # cells that the end rule asks for; of obstacles, in the order they move
+    marks: tuple = ()  # cells that the end rule asks for; with obstacles theirs and no others
     mission: tuple = ()  # indices into WORDS, of what `MiniGrid.sentence` leaves open
 
 
@@ -525,8 +530,8 @@ class MiniGrid:
     | truncated   | by the caller, after `max_episode_steps`                                     |
     | start       | a level drawn by the family's `level`                                        |
 
-    Dynamic-Obstacles has the actions 0 to 2 only; a collision ends the episode with reward -1.
-    Playground has no goal.
+    Dynamic-Obstacles has the actions 0 to 2 only; to walk into anything but the goal, a thing or an
+    open door too, is a collision there and ends the episode with reward -1. Playground has no goal.
 
     A mission is the sentence that says what to do. Where levels of one id differ in it, the state
     holds the words that differ as numbers. Four families cannot be played without knowing them:
@@ -537,9 +542,17 @@ class MiniGrid:
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
-    A new level is a function like `lava_gap_level` and a line in `TABLE`; one that takes more than
-    29 random numbers says so there, in `num_uniforms`. A level has walls all around: nothing checks
-    whether the agent leaves the grid.
+    A new level is a function like `lava_gap_level` and a line in `TABLE`. The line says what
+    differs: `num_uniforms` where it takes more than 29 random numbers, `end_rule` for another end,
+    `sentence` and, where the agent must know the words, `observes_mission` (without it nobody is
+    told). What actions do stands in `transition`. A level has walls all around: nothing checks
+    whether the agent leaves the grid. Width, height and time limit are the same in all levels of an
+    id; a smaller room stands in a corner of the grid, as in `go_to_door_level`, and is the region
+    of `random_cell`.
+
+    Evaluation counts an episode as a success if its return is positive. So a reward of your own for
+    the way there, which the agent would observe too, spoils that number: add it in `update`, where
+    the bonus of `--count-bonus` is added, for the learner only.
 
     An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
     `max_episode_steps`, `code_sizes`, for videos `width` and `render(state, tile_size)`, and for
@@ -599,7 +612,8 @@ class MiniGrid:
         front = self.front(state)
         grid = state.grid
         if self.num_obstacles:
-            action = jnp.where(action < self.num_actions, action, LEFT)  # Farama's rule for others
+            # Other actions turn left, as in Farama's.
+            action = jnp.where(action < self.num_actions, action, LEFT)
             grid = put(grid, state.marks, EMPTY)
             grid = put(grid, marks, BLUE_BALL)
         if not self.can_pick_up:
@@ -625,11 +639,12 @@ class MiniGrid:
         new_cell = jnp.where(drops, state.carrying, cell)
         new_cell = jnp.where(takes, EMPTY, new_cell)
         new_cell = jnp.where(action == TOGGLE, toggled, new_cell)
+        grid = put(grid, front, new_cell)  # an effect elsewhere, on a lever's door say, comes next
         carrying = jnp.where(drops, jnp.uint8(EMPTY), state.carrying)
         carrying = jnp.where(takes, cell, carrying)
         turn = (action == RIGHT).astype(jnp.int32) - (action == LEFT)
         after = GridState(
-            grid=put(grid, front, new_cell),
+            grid=grid,
             position=jnp.where(enters, front, state.position),
             direction=(state.direction + turn) % 4,
             carrying=carrying,
@@ -713,6 +728,8 @@ class MiniGrid:
         cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)
         if self.see_through_walls:
             return cells.reshape(VIEW, VIEW)
+        if VIEW != 7:
+            raise ValueError("what light reaches is written for views of 7x7 cells")
 
         # A row is 7 bits of an integer, see `spread_light`; four rows fit into the first integer,
         # three into the second. As arrays of rows, XLA on a CPU would work them out again for every
@@ -782,7 +799,8 @@ class MiniGrid:
         return image.reshape(self.height * tile_size, self.width * tile_size, 3)
 
 
-# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava ---
+# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava. The
+#     action is what was done: Memory's agents, which cannot pick up, toggle instead ---
 
 
 def memory_end(env, before, action, after):
@@ -897,12 +915,15 @@ def pick(uniform, allowed):
 
 
 def random_cell(uniform, grid, region=True, taken=-1):
-    """A random one of the empty cells of a region (bool [G]) other than the cell `taken`."""
+    """A random one of the empty cells of a region (bool [G]) other than the cell `taken`.
+
+    Where there is none it is G, beyond the grid: `put` puts nothing there, an agent is nowhere.
+    """
     return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
 
 
 def random_agent(env, uniform, grid, region):
-    """A random (cell, direction) in a region, with nothing or a wall in front, as in RoomGrid."""
+    """A random (cell, direction) in a region, nothing or a wall in front: Farama's RoomGrid's."""
     allowed = []
     for ahead in (1, env.width, -1, -env.width):  # by direction
         front = jnp.roll(grid, -ahead)
@@ -926,7 +947,7 @@ def make_room(env, filled=False, filling=GREY_WALL):
 
 
 def put_goal(env, grid):
-    """The grid with the goal in the bottom right corner."""
+    """The grid with the goal in the bottom right corner of the whole grid."""
     return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
 
 
@@ -1083,7 +1104,8 @@ def unlock_level(env, uniforms, box=False, ball=False):
     grid = put(grid, door, DOOR_LOCKED + colour)
     box_colour = below(for_box_colour, 6)
     if box:
-        # Not on or beside the middle of the right room: there RoomGrid has put the agent meanwhile.
+        # Not on or beside the middle of the right room, where Farama's RoomGrid has the agent for
+        # the moment.
         distance = abs(x - 8) + abs(y - 3)
         cell = random_cell(for_box, grid, (x > wall) & (distance > 1))
         grid = put(grid, cell, BOX + box_colour)
@@ -1843,7 +1865,7 @@ def find_xland(env_id, benchmark_id, ruleset_id):
 
 
 def make_env(args):
-    """The environment; the only place that names it. UsageError where there is none of that id.
+    """The environment of the flags; nothing else chooses one. UsageError for an unknown id.
 
     `full_id` writes MiniGrid- and -v0 around the ids of --env-id that do not begin with XLand-.
     """
