@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import minigrid  # noqa: F401  (registers the ids)
 import numpy as np
 import pytest
+from conftest import edited_copy
 from minigrid.core.constants import DIR_TO_VEC
 from minigrid.core.world_object import Ball, Box, Door, Floor, Goal, Key, Lava, Wall
+from minigrid.envs import EmptyEnv
 from scipy import stats
 
 import ppo_minigrid_rnn as script
@@ -751,6 +753,31 @@ def test_ended_episodes_get_levels_of_their_own(env_id, share):
         )
         repeated = len(whole) - len(np.unique(whole, axis=0))
         assert repeated == 0
+
+
+# Other views ------------------------------------------------------------------------------------
+
+
+def test_other_views_equal_farama(tmp_path):
+    """VIEW = 9 in a copy of the script: from every cell; where light must spread it is an error."""
+    wide = edited_copy(script, tmp_path / "wide.py", ("\nVIEW = 7\n", "\nVIEW = 9\n"))
+    reference = EmptyEnv(size=8, agent_view_size=9)
+    reference.reset(seed=0)
+    env = wide.find_env("Empty-8x8")
+    state = env.reset(jax.random.key(0))
+    places = [(x, y, way) for x in range(1, 7) for y in range(1, 7) for way in range(4)]
+    x, y, way = np.array(places, np.int32).T
+    observe = jax.vmap(
+        lambda x, y, way: env.observe(state._replace(position=8 * y + x, direction=way))
+    )
+    images = np.asarray(observe(x, y, way)["image"])
+    assert images.shape == (len(places), 9, 9, 3)
+    for place, image in zip(places, images):
+        reference.agent_pos, reference.agent_dir = place[:2], place[2]
+        np.testing.assert_array_equal(image, reference.gen_obs()["image"])
+    with pytest.raises(ValueError, match="7x7"):
+        env = wide.find_env("DoorKey-8x8")
+        env.observe(env.reset(jax.random.key(0)))
 
 
 # Trials -----------------------------------------------------------------------------------------
