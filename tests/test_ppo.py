@@ -422,6 +422,27 @@ def test_gradient_in_blocks_equals_the_whole(script, samples, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
+@having("make_take")
+@pytest.mark.quick
+def test_take_equals_numpy(script):
+    """Arrays that are gathered together, and others; the order of the fields."""
+    rng = np.random.default_rng(0)
+    batch = script.Batch(
+        obs=rng.normal(size=(9, 4)).astype("f"),
+        action=rng.integers(5, size=9).astype("i"),
+        dist=script.Categorical(logits=rng.normal(size=(9, 5)).astype("f")),
+        log_prob=rng.normal(size=9).astype("f"),
+        value=rng.normal(size=9).astype("f2"),  # float16
+        advantage=rng.normal(size=9).astype("f"),
+        target=rng.normal(size=9).astype("f"),
+    )
+    index = np.array([7, 2, 2, 0, 8], np.uint32)
+    ours = jax.jit(lambda batch, index: script.make_take(batch)(index))(batch, index)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(batch), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y[index])
+
+
 @once("update_epochs")  # one text in the scripts without recurrence
 @pytest.mark.parametrize("norm_adv", [True, False])
 def test_epoch_of_one_minibatch_equals_definition(script, norm_adv):
