@@ -3458,8 +3458,12 @@ def over_agents(function, platform):
 
 def init_agents(args):
     """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast.
+    # Runs once: compiling it quickly matters more than running it fast. The second and third option
+    # take another half to two thirds off a CPU's time; other chips' compilers do not know them.
     options = {"xla_backend_optimization_level": 0}
+    if make_mesh(args).devices.flat[0].platform == "cpu":
+        options["xla_cpu_use_fusion_emitters"] = False
+        options["xla_cpu_parallel_codegen_split_count"] = 1
     init = jax.jit(functools.partial(init_states, args), compiler_options=options)
     return place(args, init())
 
