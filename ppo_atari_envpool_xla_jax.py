@@ -14,11 +14,11 @@
 
 The default flags are the setting of CleanRL's ppo_atari_envpool_xla_jax_scan.py. One step is one
 decision of the agent, four frames of the console. On two CPU cores ten million steps take about
-eight hours. One pass over each batch takes less than half of that; Pong was learned so, in two
-hours on one core (benchmarks/README.md):
+eight hours. One pass over each batch takes less than half of that; Pong was learned so, in two and
+a half hours on one core (benchmarks/README.md):
 
-    python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 5e6 \
-        --update-epochs 1 --num-minibatches 16
+    python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 6e6 --num-envs 16 \
+        --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
 For one large GPU with many CPU cores beside it, not tried; predicted for the network alone, from
 the program compiled for an H100 that was not there, are 330,000 steps per second
