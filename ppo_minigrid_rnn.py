@@ -3459,7 +3459,7 @@ def over_agents(function, platform):
 def init_agents(args):
     """The placed `TrainState` of K agents before their first update."""
     # Runs once: compiling it quickly matters more than running it fast. The second and third option
-    # take another half to two thirds off a CPU's time; other chips' compilers do not know them.
+    # are of XLA's compiler for CPUs and take another half to two thirds off its time.
     options = {"xla_backend_optimization_level": 0}
     if make_mesh(args).devices.flat[0].platform == "cpu":
         options["xla_cpu_use_fusion_emitters"] = False
