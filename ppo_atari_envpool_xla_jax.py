@@ -13,34 +13,35 @@
     python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluate a run, record a video
 
 The default flags are the setting of CleanRL's ppo_atari_envpool_xla_jax_scan.py. One step is one
-decision of the agent, four frames of the console. On two CPU cores ten million steps take about
-eight hours. One pass over each batch takes less than half of that; Pong was learned so, in two and
-a half hours on one core (benchmarks/README.md):
+decision of the agent, four frames of the console. On two CPU cores ten million steps take three and
+a half to eight hours, depending on the processor. One pass over each batch takes less than half of
+that; Pong was learned so, in two and a half hours on one core (benchmarks/README.md):
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 6e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
-For one large GPU with many CPU cores beside it, not tried; predicted for the network alone, from
-the program compiled for an H100 that was not there, are 330,000 steps per second
-(benchmarks/README.md), but emulators are slower than that:
+Not tried: one large GPU with many CPU cores beside it. For an H100 the compiled program predicts
+330,000 steps per second of the network alone (benchmarks/README.md); emulators are slower:
 
     python ppo_atari_envpool_xla_jax.py --num-envs 64 --num-minibatches 16 --log-interval 2
 
-An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. A network, the actor,
-is the policy; another network or head, the critic, learns the value V(s), the return to expect from
-a state. The return grows along the sum over steps of (return) grad log pi(a|s), gradients by the
-actor's parameters (REINFORCE). To subtract V(s) from the return changes nothing on average and
-takes away much of the noise. What remains is the advantage A(s, a), how much better than expected
-an action was: better actions become likelier and worse ones rarer, in proportion to A. Proximal
-policy optimisation (PPO, https://arxiv.org/abs/1707.06347) does that many times on the same
-samples, while it stops each sample from pushing the policy too far from the one that played. It
-repeats one update:
+An agent wants a policy pi(a|s) with a large return, the discounted sum of gamma^t r_t (logs and
+evaluations show the plain sum of rewards instead). A network, the actor, is the policy; another
+network or head, the critic, learns the value V(s), the return to expect from a state. The gradient
+of the expected return by the actor's parameters is the mean of the sum over steps of
+G_t grad log pi(a_t|s_t), G_t being the return from step t on (REINFORCE; a factor gamma^t is
+usually left out). To subtract V(s_t) from G_t changes nothing in that mean, and takes away much of
+its noise. G_t - V(s_t) estimates the advantage A(s, a), how much better than expected an action
+was: better actions become likelier and worse ones rarer, in proportion to A. Proximal policy
+optimisation (PPO, https://arxiv.org/abs/1707.06347) takes many such steps on the same samples,
+while it stops each sample from pushing the policy too far from the one that played. It repeats one
+update:
 
     1. rollout        T steps in N environments with the current policy       B = T * N samples
     2. compute_gae    how much better than expected did each action turn out? advantages A
     3. update_epochs  several passes over the samples in shuffled minibatches:
-         ppo_loss          make better actions likelier; fit the critic       gradients
-         optimizer_update  a step along them                                  parameters
+         ppo_loss          make better actions likelier; fit the critic       its gradient
+         optimizer_update  a step against that gradient                       parameters
 
 One pool of emulators plays for all agents, so `rollout` and `update` are of K agents; `learn`,
 steps 2 and 3, is of one and pure. Up to the end of the section "Training" stands reinforcement
@@ -210,7 +211,7 @@ class Args:
     learning_rate: float = 2.5e-4
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
-    """decay the learning rate linearly to zero"""
+    """decay the learning rate linearly; it would be zero after the last update"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -466,7 +467,8 @@ def orthogonal(gain):
 
     def draw(key, shape, dtype=jnp.float32):
         initializer = nn.initializers.orthogonal(gain)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
+        # orthogonal initializer of your own needs the same.
         draw_one = jax.custom_batching.sequential_vmap(
             functools.partial(initializer, shape=shape, dtype=dtype)
         )
@@ -584,8 +586,9 @@ class EnvState(NamedTuple):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Logs show the mean, over environments, of the last episode that each has finished. A mean over
-    the episodes that end in one update would favour short ones: more of them end.
+    Returns are plain sums of rewards, not discounted. Logs show the mean, over environments, of the
+    last episode that each has finished. A mean over the episodes that end in one update would
+    favour short ones: more of them end. (So does this one until each environment has finished one.)
     """
 
     running_return: jax.Array
@@ -636,13 +639,13 @@ def init_episode_stats(num_envs):
     )
 
 
-def restart_ended(done, stats):
-    """Statistics after a step: those of episodes that are done [N] move from running to last."""
+def restart_ended(ended, stats):
+    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
     return EpisodeStats(
-        running_return=jnp.where(done, 0.0, stats.running_return),
-        running_length=jnp.where(done, 0, stats.running_length),
-        last_return=jnp.where(done, stats.running_return, stats.last_return),
-        last_length=jnp.where(done, stats.running_length, stats.last_length),
+        running_return=jnp.where(ended, 0.0, stats.running_return),
+        running_length=jnp.where(ended, 0, stats.running_length),
+        last_return=jnp.where(ended, stats.running_return, stats.last_return),
+        last_length=jnp.where(ended, stats.running_length, stats.last_length),
     )
 
 
@@ -806,16 +809,17 @@ def compute_gae(
         A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
 
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
-    episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
-    trusts the critic as little as the samples allow, but has the noise of all those steps.
+    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
+    of the episode or of the rollout, plus the discounted value of what comes after, minus V(s_t):
+    it trusts the critic as little as the samples allow, but has the noise of all those steps.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
     and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
     truncation: A_T = 0, and the last delta holds V(s_T).
 
-    Four steps with reward 1, terminated after the third; gamma = lambda = 0.5. Backwards:
+    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
+    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
     A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
     A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
 
@@ -909,7 +913,7 @@ def normalize(advantage, valid, axis_name):
 class Mean(NamedTuple):
     """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
 
-    value: jax.Array
+    value: jax.Array  # [], a number; a vector wants a tag for each component
 
     def combine(self, where):
         """One number from those of all minibatches; `where` tells which took place."""
@@ -917,9 +921,9 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum, for your own; the greatest of all counts."""
+    """A metric of a minibatch that is a maximum; the greatest of all counts. For your own ones."""
 
-    value: jax.Array
+    value: jax.Array  # []
 
     def combine(self, where):
         """One number from those of all minibatches; `where` tells which took place."""
@@ -968,7 +972,7 @@ def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
         "losses/value_loss": Mean(value_loss),
         "losses/entropy": Mean(entropy),
         # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative, the other one the older of the two.
+        # is less noisy and never negative; the other's tag, CleanRL's, calls it the older one.
         "losses/approx_kl": Mean(mean(ratio - 1 - log_ratio)),
         "losses/old_approx_kl": Mean(-mean(log_ratio)),
         # On either side of the range; only those that went where A asks have no gradient.
@@ -1173,7 +1177,8 @@ def learn(args, state, trajectory, *, platform=None, axis_name=None):
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:
-        learning_rate = learning_rate * (1 - state.update / float(args.num_updates))
+        left = jnp.maximum(0.0, 1 - state.update / float(args.num_updates))  # 0 after the run
+        learning_rate = learning_rate * left
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key, platform, axis_name
     )
@@ -1235,7 +1240,7 @@ def place(args, state):
     """A `TrainState` of K agents, spread over the mesh; every process must have the same one."""
     if jax.process_count() == 1:
         return jax.device_put(state, state_shardings(args))
-    # device_put would compare the processes' states, and finds that NaN differs from itself.
+    # device_put would compare the processes' states, and find that NaN differs from itself.
     return jax.jit(lambda state: state, out_shardings=state_shardings(args))(state)
 
 
@@ -1266,10 +1271,9 @@ def over_agents(function, platform):
 
 def init_agents(args):
     """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast. The second and third option
-    # are of XLA's compiler for CPUs and take another half to two thirds off its time.
+    # Runs once: compiling it quickly matters more than running it fast.
     options = {"xla_backend_optimization_level": 0}
-    if make_mesh(args).devices.flat[0].platform == "cpu":
+    if make_mesh(args).devices.flat[0].platform == "cpu":  # these take off another half or more
         options["xla_cpu_use_fusion_emitters"] = False
         options["xla_cpu_parallel_codegen_split_count"] = 1
     init = jax.jit(functools.partial(init_states, args), compiler_options=options)
@@ -1323,11 +1327,11 @@ def spread_update(args, envs):
 
 
 def make_train_chunk(args, envs):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [U, K]})`: n updates.
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [rows, K]})`: n updates.
 
     It takes the state of `start_games` or of the chunk before, and donates it: the new state takes
-    the memory of the old one. n is at most `chunk_size(args)`, U; metrics of the n updates come
-    first, the rest is zero. The pool must outlive it.
+    the memory of the old one. Metrics have `chunk_size(args)` rows, the most that n may be: those
+    of the n updates come first, the rest is zero. The pool must outlive it.
     """
     mesh = make_mesh(args)
     # Inlined, it compiles to the same program, but is traced once for both of its uses below.
@@ -1361,8 +1365,8 @@ def chunk_size(args):
 def join_processes(args):
     """Starts JAX's distributed runtime; returns the arguments of this process.
 
-    All processes do exactly the same, down to the files. What those after the first write goes into
-    a temporary folder, what they print nowhere, but for errors.
+    All processes do exactly the same, down to the files. But only the first one's are kept: the
+    others write into temporary folders, and print nothing but errors.
     """
     # JAX's own service would catch SIGTERM before `StopSignals` does.
     jax.config.update("jax_enable_preemption_service", False)
@@ -1396,7 +1400,7 @@ def join_processes(args):
 
 
 def wait_for_processes(args):
-    """Waits until all processes are here: from the first one's end JAX gives the others 20 s."""
+    """Waits until all processes are here: JAX ends those that end 20 s after the first one."""
     if args.distributed:
         multihost_utils.sync_global_devices("processes done")
 
@@ -1516,7 +1520,10 @@ def make_evaluate(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    """Keys [K] that no training uses, the same for every evaluation of a run.
+
+    Training splits the seeds' keys, too; that never gives what `fold_in` gives here.
+    """
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1755,7 +1762,7 @@ def is_finished(args, state):
     summary = pathlib.Path(args.resume, "summary.json")
     if int(state.update[0]) < args.num_updates or not summary.is_file():
         return False
-    return '"status": "finished"' in summary.read_text()
+    return '"status": "finished"' in summary.read_text(errors="replace")
 
 
 class Logger:
@@ -1798,7 +1805,7 @@ class Logger:
             self.add(writer, update, 0, summary={"value": entries})
 
     def log_chunk(self, first, last, metrics):
-        """Waits for updates first + 1 .. last and logs their metrics {tag: [U, K]}.
+        """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
 
         Raises RunError when no agent with finite losses is left.
         """
@@ -1836,7 +1843,7 @@ class Logger:
             print(line, flush=True)
 
     def check_losses(self, first, grad_norm):
-        """Names agents whose gradients [U, K] are no longer finite; RunError if none is left."""
+        """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
         for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
             self.finite[k] = False
             update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
@@ -1882,7 +1889,7 @@ def check_args(args):
     several = f"--num-devices {args.num_devices}: start a process for each device (--distributed)"
     check(args.num_devices == 1, f"{several}, by hand each with its own CUDA_VISIBLE_DEVICES")
     name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
-    check(name, "--exp-name must consist of letters, digits and ._-")
+    check(name, "--exp-name must consist of letters, digits and ._-, the last two not first")
     check(args.log_interval >= 1, "--log-interval must be at least 1")
     check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
     check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
@@ -1981,7 +1988,7 @@ def use_compilation_cache():
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
-    # JAX's own limit needs another package. One gigabyte, oldest first.
+    # JAX's own limit needs another package. A gigabyte; what was written first goes first.
     with contextlib.suppress(OSError):  # another process may do the same
         files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
@@ -2189,7 +2196,7 @@ def main(words=None):
         if words is not None:  # called from Python, perhaps with parts replaced
             how = f'main(["--resume", {str(run_dir)!r}])'
         if args.distributed:
-            how += " --distributed, in every process as before"
+            how += " with --distributed, in every process as before"
         print(f"interrupted at update {done}; to go on: {how}")
         wait_for_processes(args)
         sys.exit(128 + received)

@@ -10,52 +10,56 @@
     python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluate a saved run, record a video
 
 With its default flags every one of 20 seeds reaches the maximum, a return of 500 in each of 100
-greedy episodes. The setting of CleanRL's and PureJaxRL's scripts, wider, not annealed and with
-another epsilon, for comparisons of speed:
+greedy episodes. For comparisons of speed CleanRL's and PureJaxRL's setting, but with 64
+environments, a constant learning rate and another epsilon:
 
     python ppo_cartpole_jax.py --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr \
         --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8
 
-For one large GPU; tried on a CPU, where three of three seeds reach 500. Predicted, from the program
-compiled for an H100 that was not there, are 15 million steps per second (benchmarks/README.md):
+For one large GPU; tried on a CPU only, where three of three seeds reach 500. For an H100 the
+compiled program predicts 15 million steps per second (benchmarks/README.md):
 
     python ppo_cartpole_jax.py --num-envs 4096 --num-minibatches 16 --total-timesteps 2e7
 
-An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. A network, the actor,
-is the policy; another network or head, the critic, learns the value V(s), the return to expect from
-a state. The return grows along the sum over steps of (return) grad log pi(a|s), gradients by the
-actor's parameters (REINFORCE). To subtract V(s) from the return changes nothing on average and
-takes away much of the noise. What remains is the advantage A(s, a), how much better than expected
-an action was: better actions become likelier and worse ones rarer, in proportion to A. Proximal
-policy optimisation (PPO, https://arxiv.org/abs/1707.06347) does that many times on the same
-samples, while it stops each sample from pushing the policy too far from the one that played. It
-repeats one update:
+An agent wants a policy pi(a|s) with a large return, the discounted sum of gamma^t r_t (logs and
+evaluations show the plain sum of rewards instead). A network, the actor, is the policy; another
+network or head, the critic, learns the value V(s), the return to expect from a state. The gradient
+of the expected return by the actor's parameters is the mean of the sum over steps of
+G_t grad log pi(a_t|s_t), G_t being the return from step t on (REINFORCE; a factor gamma^t is
+usually left out). To subtract V(s_t) from G_t changes nothing in that mean, and takes away much of
+its noise. G_t - V(s_t) estimates the advantage A(s, a), how much better than expected an action
+was: better actions become likelier and worse ones rarer, in proportion to A. Proximal policy
+optimisation (PPO, https://arxiv.org/abs/1707.06347) takes many such steps on the same samples,
+while it stops each sample from pushing the policy too far from the one that played. It repeats one
+update:
 
     1. rollout            T steps in N environments with the current policy    B = T * N samples
     2. trajectory_values  what return did the critic expect from each state?   values V
     3. compute_gae        how much better than that did each action turn out?  advantages A
     4. update_epochs      several passes over the samples in shuffled minibatches:
-         ppo_loss           make better actions likelier; fit the critic       gradients
-         adam_update        a step along them                                  parameters
+         ppo_loss           make better actions likelier; fit the critic       its gradient
+         adam_update        a step against that gradient                       parameters
 
 `update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
 of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
 what follows is about running it: many agents and devices, evaluation, files, the command line,
-which calls `update` through `make_train_chunk`. Skip at a first reading what is there for speed
-alone: `gpu_unroll`, `loss_gradient` (it is the gradient of `ppo_loss`) and `random_permutation`.
+which calls `update` through `make_train_chunk`. `update` shows how the parts fit together. Skip at
+a first reading what is there for speed alone: `gpu_unroll`, `loss_gradient` (it is the gradient of
+`ppo_loss`), `random_permutation`, `make_take`, and all that `platform` and `sharding` stand for.
 XLA, JAX's compiler, turns several whole updates, environment included, into one program, so Python
 and the device meet once in `--log-interval` updates instead of once a step. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
 `jax.vmap(f)` maps f over a leading axis of its arguments, `jax.vmap(f, (0, None))` over that of the
-first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x, that
-returns the last carry and all y, stacked; `jax.grad(f)` is the gradient of f by its first argument
-(by the second with `argnums=1`; with `has_aux` f returns something else too); `jax.tree.map`
-applies a function to all arrays of a tree, that is of nested tuples and dicts. Rarer are `lax.map`,
-a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which calls f or g;
-`lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing. Random numbers come from
-keys: each key is used once, and `split` makes new ones.
+first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x (with
+`reverse` from the last one), that returns the last carry and all y, stacked; `jax.grad(f)` is the
+gradient of f by its first argument (by the second with `argnums=1`; with `has_aux` f returns
+something else too); `jax.tree.map` applies a function to all arrays of a tree, that is of nested
+tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other;
+`lax.cond(flag, f, g, *x)`, which calls f or g; `lax.while_loop`; and `eval_shape`, which tells
+shapes and runs nothing. Random numbers come from keys: each key is used once, and `split` makes new
+ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
 minibatch, O observation size, A actions, E evaluation episodes, U updates.
@@ -181,7 +185,7 @@ class Args:
     learning_rate: float = 3e-3
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
-    """decay the learning rate linearly to zero"""
+    """decay the learning rate linearly; it would be zero after the last update"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.9
@@ -250,9 +254,9 @@ class CartPole:
     `max_episode_steps` and, for videos, `render`. States and observations may have any structure,
     shapes and types (the agent below takes arrays; others need another `init_agent` and
     `forward`). `terminated` is a bool. Neither time limit nor reset belong inside: `rollout` takes
-    care of both. It draws all of its start states at once and keeps every observation, which very
-    large ones may not allow. Evaluation plays `max_episode_steps` steps and keeps the states of one
-    environment.
+    care of both. It draws a start state for every step, all at once, and keeps every observation:
+    large ones, or a slow `reset`, may ask for fewer environments. Evaluation plays
+    `max_episode_steps` steps and keeps the states of one environment.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -387,7 +391,8 @@ def init_mlp(key, sizes, head_gain):
     for i, layer_key in enumerate(jax.random.split(key, len(sizes) - 1)):
         is_head = i == len(sizes) - 2
         initializer = jax.nn.initializers.orthogonal(head_gain if is_head else math.sqrt(2))
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
+        # initializer of your own that is orthogonal, flax's too, needs the same.
         draw = jax.custom_batching.sequential_vmap(
             functools.partial(initializer, shape=(sizes[i + 1], sizes[i]))
         )
@@ -471,10 +476,12 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
         v = beta2 v + (1 - beta2) g^2          v_hat = v / (1 - beta2^t)
         p = p - learning_rate * m_hat / (sqrt(v_hat) + eps)
 
-    so the scale of a gradient does not matter: a parameter moves by about the learning rate where
-    its gradients agree from step to step, by less, the noisier they are, and at the first step by
-    exactly learning_rate * g / (|g| + eps). Gradients are scaled down before, because a single huge
-    one would otherwise fill m and, for longer, v.
+    so the scale of a gradient does not matter, if it is well above eps: a parameter moves by about
+    the learning rate where its gradients agree from step to step, by less, the noisier they are,
+    and at the first step by exactly learning_rate * g / (|g| + eps). Gradients are scaled down
+    before, because a single huge one would otherwise fill m and, for longer, v. (Where the critic's
+    errors are large, as in CartPole at first, that happens to nearly all of them; Adam then takes
+    out what they have in common.)
 
     Returns (params, state, norm of the gradients before they were scaled).
     """
@@ -502,8 +509,9 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Logs show the mean, over environments, of the last episode that each has finished. A mean over
-    the episodes that end in one update would favour short ones: more of them end.
+    Returns are plain sums of rewards, not discounted. Logs show the mean, over environments, of the
+    last episode that each has finished. A mean over the episodes that end in one update would
+    favour short ones: more of them end. (So does this one until each environment has finished one.)
     """
 
     running_return: jax.Array
@@ -552,13 +560,13 @@ def init_episode_stats(num_envs):
     )
 
 
-def restart_ended(done, stats):
-    """Statistics after a step: those of episodes that are done [N] move from running to last."""
+def restart_ended(ended, stats):
+    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
     return EpisodeStats(
-        running_return=jnp.where(done, 0.0, stats.running_return),
-        running_length=jnp.where(done, 0, stats.running_length),
-        last_return=jnp.where(done, stats.running_return, stats.last_return),
-        last_length=jnp.where(done, stats.running_length, stats.last_length),
+        running_return=jnp.where(ended, 0.0, stats.running_return),
+        running_length=jnp.where(ended, 0, stats.running_length),
+        last_return=jnp.where(ended, stats.running_return, stats.last_return),
+        last_length=jnp.where(ended, stats.running_length, stats.last_length),
     )
 
 
@@ -617,7 +625,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
-        # `value` is but checked here: `trajectory_values` computes all of them in one batch.
+        # Only the shape of `value` is read here: `trajectory_values` computes all in one batch.
         dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
@@ -629,7 +637,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
-        truncated = stats.running_length >= env.max_episode_steps
+        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
         done = terminated | truncated
         transition = Transition(
             obs=obs,
@@ -658,9 +666,10 @@ def trajectory_values(args, env, params, trajectory):
 
     The successor of a step is the observation of the next one, unless the episode was truncated:
     then it is the last observation of that episode. (Where it terminated there is none, and
-    `compute_gae` ignores what stands here.) So `value_of(trajectory.next_obs)` would do, but take
-    twice as long. In a window of `max_episode_steps` steps an environment is truncated at most
-    once, so it is enough to value one more observation in each window.
+    `compute_gae` ignores what stands here.) The last step of the rollout has no next one; its
+    successor is valued, too. So `value_of(trajectory.next_obs)` would do for all, but take twice as
+    long. The time limit, all that truncates here, does so at most once in a window of
+    `max_episode_steps` steps, so it is enough to value one more observation in each window.
     """
 
     def value_of(obs):  # [T, N, ...] -> [T, N], as one batch
@@ -701,16 +710,17 @@ def compute_gae(
         A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
 
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
-    episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
-    trusts the critic as little as the samples allow, but has the noise of all those steps.
+    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
+    of the episode or of the rollout, plus the discounted value of what comes after, minus V(s_t):
+    it trusts the critic as little as the samples allow, but has the noise of all those steps.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
     and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
     truncation: A_T = 0, and the last delta holds V(s_T).
 
-    Four steps with reward 1, terminated after the third; gamma = lambda = 0.5. Backwards:
+    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
+    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
     A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
     A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
 
@@ -776,7 +786,7 @@ def clipped_objective(ratio, advantage, clip_coef):
 class Mean(NamedTuple):
     """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
 
-    value: jax.Array
+    value: jax.Array  # [], a number; a vector wants a tag for each component
 
     def combine(self, where):
         """One number from those of all minibatches; `where` tells which took place."""
@@ -784,9 +794,9 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum, for your own; the greatest of all counts."""
+    """A metric of a minibatch that is a maximum; the greatest of all counts. For your own ones."""
 
-    value: jax.Array
+    value: jax.Array  # []
 
     def combine(self, where):
         """One number from those of all minibatches; `where` tells which took place."""
@@ -808,8 +818,10 @@ def ppo_loss(args, params, batch):
     1 / (1 - gamma) = 100), so it is off by default. The entropy bonus keeps the policy from
     becoming certain before it has tried all actions; CartPole is solved without one.
 
-    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
-    log(num_actions), explained_variance that rises towards 1 (until all returns are the same).
+    Healthy, while the return rises: approx_kl about 0.001 to 0.01, clipfrac 0.02 to 0.3, entropy
+    that falls slowly from log(num_actions), explained_variance that rises towards 1. Once the task
+    is solved, approx_kl and clipfrac go towards 0 with the learning rate, and explained_variance
+    means little, because all returns are nearly the same.
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -834,7 +846,7 @@ def ppo_loss(args, params, batch):
         "losses/value_loss": Mean(value_loss),
         "losses/entropy": Mean(entropy),
         # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative, the other one the older of the two.
+        # is less noisy and never negative; the other's tag, CleanRL's, calls it the older one.
         "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
         "losses/old_approx_kl": Mean(-log_ratio.mean()),
         # On either side of the range; only those that went where A asks have no gradient.
@@ -846,9 +858,11 @@ def loss_gradient(args, params, batch, platform, sharding):
     """(gradients of `ppo_loss`, metrics); on CPUs and TPUs large minibatches go block by block.
 
     A block is so small that its activations stay in the processor's cache (1.6 times as fast on a
-    CPU at 1,024 x 128), or in the memory on a TPU's chip. Blocks are of one size, and `ppo_loss` is
-    a mean over samples, so the mean of their gradients is that of the minibatch. Metrics of blocks
-    have an axis in front, [blocks].
+    CPU with 1,024 environments and 128 steps), or in the memory on a TPU's chip, if the minibatch
+    can be divided so. Blocks are of one size, and `ppo_loss` is a mean over samples, so the mean of
+    their gradients is that of the minibatch. (Of a function of a mean, say a hinge on the mean KL
+    divergence, it is not: what needs the whole minibatch belongs into `minibatch_step`.) Metrics of
+    blocks have an axis in front, [blocks].
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     block_size = {"cpu": 4096, "tpu": 32_768}.get(platform)
@@ -1003,7 +1017,8 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # A Python 0 is weakly typed: `scan` would let `update` make a float of it without a word.
+    # For states of your own: a Python 0 in one is weakly typed, and `scan` would let a step make a
+    # float of it without a word.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1048,7 +1063,8 @@ def update(args, state, *, platform=None, sharding=None):
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:
-        learning_rate = learning_rate * (1 - state.update / float(args.num_updates))
+        left = jnp.maximum(0.0, 1 - state.update / float(args.num_updates))  # 0 after the run
+        learning_rate = learning_rate * left
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key, platform, sharding
     )
@@ -1081,8 +1097,9 @@ def train(args, key):
 
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
-    `args.seed` is not read (`seed_keys` has the command line's keys), nor are flags checked: that
-    is done by `check_args`, before tracers are put in.
+    `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
+    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`, as `replace`
+    keeps what others were derived from. charts/episodic_return is -inf until an episode has ended.
     """
     if args.num_updates < 1:
         raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
@@ -1097,7 +1114,8 @@ def make_train_step(args):
         train_step = make_train_step(args)
         state, metrics = train_step(state)
 
-    It donates its argument: the new state takes the memory of the old one, which is gone.
+    It donates its argument: the new state takes the memory of the old one, which is gone. After
+    `args.num_updates` calls an annealed learning rate is zero.
     """
     return jax.jit(functools.partial(update, args), donate_argnums=0)
 
@@ -1157,10 +1175,9 @@ def over_agents(function, platform):
 
 def init_agents(args):
     """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast. The second and third option
-    # are of XLA's compiler for CPUs and take another half to two thirds off its time.
+    # Runs once: compiling it quickly matters more than running it fast.
     options = {"xla_backend_optimization_level": 0}
-    if make_mesh(args).devices.flat[0].platform == "cpu":
+    if make_mesh(args).devices.flat[0].platform == "cpu":  # these take off another half or more
         options["xla_cpu_use_fusion_emitters"] = False
         options["xla_cpu_parallel_codegen_split_count"] = 1
     init = jax.jit(functools.partial(init_states, args), compiler_options=options)
@@ -1173,11 +1190,11 @@ def init_states(args):
 
 
 def make_train_chunk(args):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [U, K]})`: n updates.
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [rows, K]})`: n updates.
 
     It takes the state of `init_agents` (or `place`) or of the chunk before, and donates it: the new
-    state takes the memory of the old one. n is at most `chunk_size(args)`, U; metrics of the n
-    updates come first, the rest is zero.
+    state takes the memory of the old one. Metrics have `chunk_size(args)` rows, the most that n may
+    be: those of the n updates come first, the rest is zero.
     """
     mesh = make_mesh(args)
     platform = mesh.devices.flat[0].platform
@@ -1263,7 +1280,10 @@ def make_evaluate(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    """Keys [K] that no training uses, the same for every evaluation of a run.
+
+    Training splits the seeds' keys, too; that never gives what `fold_in` gives here.
+    """
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1490,7 +1510,7 @@ def is_finished(args, state):
     summary = pathlib.Path(args.resume, "summary.json")
     if int(state.update[0]) < args.num_updates or not summary.is_file():
         return False
-    return '"status": "finished"' in summary.read_text()
+    return '"status": "finished"' in summary.read_text(errors="replace")
 
 
 class Logger:
@@ -1533,7 +1553,7 @@ class Logger:
             self.add(writer, update, 0, summary={"value": entries})
 
     def log_chunk(self, first, last, metrics):
-        """Waits for updates first + 1 .. last and logs their metrics {tag: [U, K]}.
+        """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
 
         Raises RunError when no agent with finite losses is left.
         """
@@ -1571,7 +1591,7 @@ class Logger:
             print(line, flush=True)
 
     def check_losses(self, first, grad_norm):
-        """Names agents whose gradients [U, K] are no longer finite; RunError if none is left."""
+        """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
         for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
             self.finite[k] = False
             update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
@@ -1616,7 +1636,7 @@ def check_args(args):
     check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
     check(args.num_devices >= 1, f"--num-devices must be at least 1, not {args.num_devices}")
     name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
-    check(name, "--exp-name must consist of letters, digits and ._-")
+    check(name, "--exp-name must consist of letters, digits and ._-, the last two not first")
     check(args.log_interval >= 1, "--log-interval must be at least 1")
     check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
     check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
@@ -1701,7 +1721,7 @@ def use_compilation_cache():
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
-    # JAX's own limit needs another package. One gigabyte, oldest first.
+    # JAX's own limit needs another package. A gigabyte; what was written first goes first.
     with contextlib.suppress(OSError):  # another process may do the same
         files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)

@@ -18,8 +18,8 @@
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-For one large GPU; predicted, from the program compiled for an H100 that was not there, are 1.2
-million steps per second (benchmarks/README.md):
+For one large GPU; for an H100 the compiled program predicts 1.2 million steps per second
+(benchmarks/README.md):
 
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
 
@@ -46,27 +46,29 @@ The setting of the notebook that this script replaces, for comparisons:
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256
 
-(But for one thing: that one never forgot, not even where a new level began.)
+(But for one thing: the notebook's agent kept its recurrent state even where a new level began.)
 
 The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
 function collapse: same ids, encoding, rules, missions and distributions of levels. `XLand` adds
 those of XLand-MiniGrid.
 
-An agent wants a policy pi(a|s) with a large return, the sum of gamma^t r_t. A network, the actor,
-is the policy; another network or head, the critic, learns the value V(s), the return to expect from
-a state. The return grows along the sum over steps of (return) grad log pi(a|s), gradients by the
-actor's parameters (REINFORCE). To subtract V(s) from the return changes nothing on average and
-takes away much of the noise. What remains is the advantage A(s, a), how much better than expected
-an action was: better actions become likelier and worse ones rarer, in proportion to A. Proximal
-policy optimisation (PPO, https://arxiv.org/abs/1707.06347) does that many times on the same
-samples, while it stops each sample from pushing the policy too far from the one that played. It
-repeats one update:
+An agent wants a policy pi(a|s) with a large return, the discounted sum of gamma^t r_t (logs and
+evaluations show the plain sum of rewards instead). A network, the actor, is the policy; another
+network or head, the critic, learns the value V(s), the return to expect from a state. The gradient
+of the expected return by the actor's parameters is the mean of the sum over steps of
+G_t grad log pi(a_t|s_t), G_t being the return from step t on (REINFORCE; a factor gamma^t is
+usually left out). To subtract V(s_t) from G_t changes nothing in that mean, and takes away much of
+its noise. G_t - V(s_t) estimates the advantage A(s, a), how much better than expected an action
+was: better actions become likelier and worse ones rarer, in proportion to A. Proximal policy
+optimisation (PPO, https://arxiv.org/abs/1707.06347) takes many such steps on the same samples,
+while it stops each sample from pushing the policy too far from the one that played. It repeats one
+update:
 
     1. rollout        T steps in N environments with the current policy           T * N samples
     2. compute_gae    how much better than expected did each action turn out? advantages A
     3. update_epochs  several passes over the samples in shuffled minibatches:
-         ppo_loss          make better actions likelier; fit the critic       gradients
-         optimizer_update  a step along them                                  parameters
+         ppo_loss          make better actions likelier; fit the critic       its gradient
+         optimizer_update  a step against that gradient                       parameters
 
 Recurrence changes three things. The agent sees a small part of the level and remembers the rest, so
 `forward` takes sequences and a recurrent state. Minibatches are whole environments, [T, M], so that
@@ -87,13 +89,14 @@ https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
 `jax.vmap(f)` maps f over a leading axis of its arguments, `jax.vmap(f, (0, None))` over that of the
-first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x, that
-returns the last carry and all y, stacked; `jax.grad(f)` is the gradient of f by its first argument
-(by the second with `argnums=1`; with `has_aux` f returns something else too); `jax.tree.map`
-applies a function to all arrays of a tree, that is of nested tuples and dicts. Rarer are `lax.map`,
-a `vmap` of one element after the other; `lax.cond(flag, f, g, *x)`, which calls f or g;
-`lax.while_loop`; and `eval_shape`, which tells shapes and runs nothing. Random numbers come from
-keys: each key is used once, and `split` makes new ones.
+first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x (with
+`reverse` from the last one), that returns the last carry and all y, stacked; `jax.grad(f)` is the
+gradient of f by its first argument (by the second with `argnums=1`; with `has_aux` f returns
+something else too); `jax.tree.map` applies a function to all arrays of a tree, that is of nested
+tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other;
+`lax.cond(flag, f, g, *x)`, which calls f or g; `lax.while_loop`; and `eval_shape`, which tells
+shapes and runs nothing. Random numbers come from keys: each key is used once, and `split` makes new
+ones.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features (of images, their
@@ -288,7 +291,7 @@ class Args:
     learning_rate: float = 1e-3
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
-    """decay the learning rate linearly to zero"""
+    """decay the learning rate linearly; it would be zero after the last update"""
     gamma: float = 0.995
     """discount"""
     gae_lambda: float = 0.99
@@ -572,8 +575,9 @@ class MiniGrid:
     observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
-    # Random numbers that a level may use. Too few are an error where the level unpacks or reshapes
-    # them, but an index beyond the last one is not: JAX then takes the last one.
+    # Random numbers that a level may use; KeyCorridor with three rows takes all of these. Too few
+    # are an error where the level unpacks or reshapes them, but an index beyond the last one is not
+    # (JAX then takes the last one), nor is a slice, which is merely shorter.
     num_uniforms: int = 29
     num_actions: int = 7
     code_sizes: tuple = CODE_SIZES
@@ -683,7 +687,8 @@ class MiniGrid:
         moved = []
         for old, uniform in zip(state.marks, uniforms, strict=True):
             free = at(grid, old + around) == EMPTY
-            new = old + at(around, pick(uniform, free))
+            chosen = jnp.minimum(pick(uniform, free), len(around) - 1)  # of none there is none
+            new = old + at(around, chosen)
             new = jnp.where(free.any(), new, old)
             grid = put(grid, old, EMPTY)
             grid = put(grid, new, BLUE_BALL)
@@ -2077,7 +2082,8 @@ def orthogonal(gain):
 
     def draw(key, shape, dtype=jnp.float32):
         initializer = nn.initializers.orthogonal(gain)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
+        # orthogonal initializer of your own needs the same.
         draw_one = jax.custom_batching.sequential_vmap(
             functools.partial(initializer, shape=shape, dtype=dtype)
         )
@@ -2496,7 +2502,11 @@ def init_agent_state(args, num_envs):
 
 
 def agent_state_after(args, rnn_state, action, reward):
-    """The `AgentState` after a step, of [N], that ended no episode."""
+    """The `AgentState` of [N] after a step, as if it had ended no episode.
+
+    So it is what the value of a truncated episode needs; whoever goes on with a new episode sets
+    `start` and `prev_ended`.
+    """
     num_envs = len(reward)
     return AgentState(
         rnn_state=rnn_state,
@@ -2563,8 +2573,9 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Logs show the mean, over environments, of the last episode that each has finished. A mean over
-    the episodes that end in one update would favour short ones: more of them end.
+    Returns are plain sums of rewards, not discounted. Logs show the mean, over environments, of the
+    last episode that each has finished. A mean over the episodes that end in one update would
+    favour short ones: more of them end. (So does this one until each environment has finished one.)
     """
 
     running_return: jax.Array
@@ -2717,13 +2728,13 @@ def init_trial(args, env_state):
     return Trial(start_state=start_state, episode=jnp.zeros(args.num_envs, jnp.int32))
 
 
-def restart_ended(done, stats):
-    """Statistics after a step: those of episodes that are done [N] move from running to last."""
+def restart_ended(ended, stats):
+    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
     return EpisodeStats(
-        running_return=jnp.where(done, 0.0, stats.running_return),
-        running_length=jnp.where(done, 0, stats.running_length),
-        last_return=jnp.where(done, stats.running_return, stats.last_return),
-        last_length=jnp.where(done, stats.running_length, stats.last_length),
+        running_return=jnp.where(ended, 0.0, stats.running_return),
+        running_length=jnp.where(ended, 0, stats.running_length),
+        last_return=jnp.where(ended, stats.running_return, stats.last_return),
+        last_length=jnp.where(ended, stats.running_length, stats.last_length),
     )
 
 
@@ -2853,7 +2864,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
-        truncated = stats.running_length >= env.max_episode_steps
+        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
         ended = terminated | truncated
         done = ended
         if args.episodes_per_trial > 1:
@@ -2987,16 +2998,17 @@ def compute_gae(
         A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
 
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves all rewards up to the end of the
-    episode or of the rollout, plus the critic's opinion of what comes after, minus V(s_t): it
-    trusts the critic as little as the samples allow, but has the noise of all those steps.
+    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
+    of the episode or of the rollout, plus the discounted value of what comes after, minus V(s_t):
+    it trusts the critic as little as the samples allow, but has the noise of all those steps.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
     and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
     truncation: A_T = 0, and the last delta holds V(s_T).
 
-    Four steps with reward 1, terminated after the third; gamma = lambda = 0.5. Backwards:
+    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
+    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
     A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
     A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
 
@@ -3062,7 +3074,7 @@ def clipped_objective(ratio, advantage, clip_coef):
 class Mean(NamedTuple):
     """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
 
-    value: jax.Array
+    value: jax.Array  # [], a number; a vector wants a tag for each component
 
     def combine(self, where):
         """One number from those of all minibatches; `where` tells which took place."""
@@ -3070,9 +3082,9 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum, for your own; the greatest of all counts."""
+    """A metric of a minibatch that is a maximum; the greatest of all counts. For your own ones."""
 
-    value: jax.Array
+    value: jax.Array  # []
 
     def combine(self, where):
         """One number from those of all minibatches; `where` tells which took place."""
@@ -3121,7 +3133,7 @@ def ppo_loss(args, params, batch):
         "losses/value_loss": Mean(value_loss),
         "losses/entropy": Mean(entropy),
         # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative, the other one the older of the two.
+        # is less noisy and never negative; the other's tag, CleanRL's, calls it the older one.
         "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
         "losses/old_approx_kl": Mean(-log_ratio.mean()),
         # On either side of the range; only those that went where A asks have no gradient.
@@ -3261,7 +3273,8 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # A Python 0 is weakly typed: `scan` would let `update` make a float of it without a word.
+    # For states of your own: a Python 0 in one is weakly typed, and `scan` would let a step make a
+    # float of it without a word.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -3330,7 +3343,8 @@ def update(args, state, *, platform=None, sharding=None):
     )
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:
-        learning_rate = learning_rate * (1 - state.update / float(args.num_updates))
+        left = jnp.maximum(0.0, 1 - state.update / float(args.num_updates))  # 0 after the run
+        learning_rate = learning_rate * left
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key, sharding
     )
@@ -3368,8 +3382,9 @@ def train(args, key):
 
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
-    `args.seed` is not read (`seed_keys` has the command line's keys), nor are flags checked: that
-    is done by `check_args`, before tracers are put in.
+    `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
+    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`, as `replace`
+    keeps what others were derived from. charts/episodic_return is -inf until an episode has ended.
     """
     if args.num_updates < 1:
         raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
@@ -3384,7 +3399,8 @@ def make_train_step(args):
         train_step = make_train_step(args)
         state, metrics = train_step(state)
 
-    It donates its argument: the new state takes the memory of the old one, which is gone.
+    It donates its argument: the new state takes the memory of the old one, which is gone. After
+    `args.num_updates` calls an annealed learning rate is zero.
     """
     return jax.jit(functools.partial(update, args), donate_argnums=0)
 
@@ -3418,7 +3434,7 @@ def place(args, state):
     """A `TrainState` of K agents, spread over the mesh; every process must have the same one."""
     if jax.process_count() == 1:
         return jax.device_put(state, state_shardings(args))
-    # device_put would compare the processes' states, and finds that NaN differs from itself.
+    # device_put would compare the processes' states, and find that NaN differs from itself.
     return jax.jit(lambda state: state, out_shardings=state_shardings(args))(state)
 
 
@@ -3458,10 +3474,9 @@ def over_agents(function, platform):
 
 def init_agents(args):
     """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast. The second and third option
-    # are of XLA's compiler for CPUs and take another half to two thirds off its time.
+    # Runs once: compiling it quickly matters more than running it fast.
     options = {"xla_backend_optimization_level": 0}
-    if make_mesh(args).devices.flat[0].platform == "cpu":
+    if make_mesh(args).devices.flat[0].platform == "cpu":  # these take off another half or more
         options["xla_cpu_use_fusion_emitters"] = False
         options["xla_cpu_parallel_codegen_split_count"] = 1
     init = jax.jit(functools.partial(init_states, args), compiler_options=options)
@@ -3474,11 +3489,11 @@ def init_states(args):
 
 
 def make_train_chunk(args):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [U, K]})`: n updates.
+    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [rows, K]})`: n updates.
 
     It takes the state of `init_agents` (or `place`) or of the chunk before, and donates it: the new
-    state takes the memory of the old one. n is at most `chunk_size(args)`, U; metrics of the n
-    updates come first, the rest is zero.
+    state takes the memory of the old one. Metrics have `chunk_size(args)` rows, the most that n may
+    be: those of the n updates come first, the rest is zero.
     """
     mesh = make_mesh(args)
     platform = mesh.devices.flat[0].platform
@@ -3523,8 +3538,8 @@ def chunk_size(args):
 def join_processes(args):
     """Starts JAX's distributed runtime; returns the arguments of this process.
 
-    All processes do exactly the same, down to the files. What those after the first write goes into
-    a temporary folder, what they print nowhere, but for errors.
+    All processes do exactly the same, down to the files. But only the first one's are kept: the
+    others write into temporary folders, and print nothing but errors.
     """
     # JAX's own service would catch SIGTERM before `StopSignals` does.
     jax.config.update("jax_enable_preemption_service", False)
@@ -3558,7 +3573,7 @@ def join_processes(args):
 
 
 def wait_for_processes(args):
-    """Waits until all processes are here: from the first one's end JAX gives the others 20 s."""
+    """Waits until all processes are here: JAX ends those that end 20 s after the first one."""
     if args.distributed:
         multihost_utils.sync_global_devices("processes done")
 
@@ -3691,7 +3706,10 @@ def make_evaluate(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    """Keys [K] that no training uses, the same for every evaluation of a run.
+
+    Training splits the seeds' keys, too; that never gives what `fold_in` gives here.
+    """
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -3705,29 +3723,25 @@ def summarize_evaluation(args, evaluation, finite):
         raise RunError("the parameters of all agents are NaN or infinite")
     returns = np.asarray(evaluation.episode_return, float)  # [K, C, E]
     lengths = np.asarray(evaluation.episode_length, float)
-    success = returns > 0
+
+    def scores(agents, axes):  # means over these axes, of one or several agents
+        numbers = {
+            "eval_return_mean": returns[agents].mean(axes),
+            "eval_return_std": returns[agents].std(axes),
+            "eval_length_mean": lengths[agents].mean(axes),
+            "success_rate": (returns[agents] > 0).mean(axes),
+        }
+        return {name: number.tolist() for name, number in numbers.items()}
+
     summary = {
         "eval_episodes": args.eval_episodes * args.episodes_per_trial,
         "eval_mode": args.eval_mode,
-        "eval_return_mean": returns[finite].mean(),
-        "eval_return_std": returns[finite].std(),
+        **scores(finite, (0, 1, 2)),
         "eval_return_ci95": bootstrap_interval(returns[finite].mean((1, 2))),
-        "eval_length_mean": lengths[finite].mean(),
-        "success_rate": success[finite].mean(),
-        "per_seed": {
-            "eval_return_mean": returns.mean((1, 2)).tolist(),
-            "eval_return_std": returns.std((1, 2)).tolist(),
-            "eval_length_mean": lengths.mean((1, 2)).tolist(),
-            "success_rate": success.mean((1, 2)).tolist(),
-        },
+        "per_seed": scores(slice(None), (1, 2)),
     }
     if args.episodes_per_trial > 1:  # of the first, second, ... episode of a trial
-        summary["trial_episodes"] = {
-            "eval_return_mean": returns[finite].mean((0, 2)).tolist(),
-            "eval_return_std": returns[finite].std((0, 2)).tolist(),
-            "eval_length_mean": lengths[finite].mean((0, 2)).tolist(),
-            "success_rate": success[finite].mean((0, 2)).tolist(),
-        }
+        summary["trial_episodes"] = scores(finite, (0, 2))
     return summary
 
 
@@ -3933,7 +3947,7 @@ def is_finished(args, state):
     summary = pathlib.Path(args.resume, "summary.json")
     if int(state.update[0]) < args.num_updates or not summary.is_file():
         return False
-    return '"status": "finished"' in summary.read_text()
+    return '"status": "finished"' in summary.read_text(errors="replace")
 
 
 class Logger:
@@ -3976,7 +3990,7 @@ class Logger:
             self.add(writer, update, 0, summary={"value": entries})
 
     def log_chunk(self, first, last, metrics):
-        """Waits for updates first + 1 .. last and logs their metrics {tag: [U, K]}.
+        """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
 
         Raises RunError when no agent with finite losses is left.
         """
@@ -4014,7 +4028,7 @@ class Logger:
             print(line, flush=True)
 
     def check_losses(self, first, grad_norm):
-        """Names agents whose gradients [U, K] are no longer finite; RunError if none is left."""
+        """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
         for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
             self.finite[k] = False
             update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
@@ -4059,7 +4073,7 @@ def check_args(args):
     check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
     check(args.num_devices >= 1, f"--num-devices must be at least 1, not {args.num_devices}")
     name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
-    check(name, "--exp-name must consist of letters, digits and ._-")
+    check(name, "--exp-name must consist of letters, digits and ._-, the last two not first")
     check(args.log_interval >= 1, "--log-interval must be at least 1")
     check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
     check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
@@ -4171,7 +4185,7 @@ def use_compilation_cache():
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
-    # JAX's own limit needs another package. One gigabyte, oldest first.
+    # JAX's own limit needs another package. A gigabyte; what was written first goes first.
     with contextlib.suppress(OSError):  # another process may do the same
         files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
@@ -4363,7 +4377,7 @@ def main(words=None):
         if words is not None:  # called from Python, perhaps with parts replaced
             how = f'main(["--resume", {str(run_dir)!r}])'
         if args.distributed:
-            how += " --distributed, in every process as before"
+            how += " with --distributed, in every process as before"
         print(f"interrupted at update {done}; to go on: {how}")
         wait_for_processes(args)
         sys.exit(128 + received)

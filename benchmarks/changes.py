@@ -47,12 +47,14 @@ def changed(words):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="changes whose name contains this")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     parser.add_argument("fields", nargs="*", help="fields of the script's Args, name=value")
     choice = parser.parse_intermixed_args()
     jax.config.update("jax_enable_compilation_cache", False)
     scripts = {"the script as it is": load(ROOT / f"{SCRIPT}.py", "plain")}
-    scripts |= {what: changed(words) for what, words in CHANGES.items()}
+    chosen = {what: words for what, words in CHANGES.items() if choice.only in what}
+    scripts |= {what: changed(words) for what, words in chosen.items()}
     fields = parse_fields(choice.fields)
     trainers = {what: Trainer(script, fields) for what, script in scripts.items()}
     seconds = {what: max(trainer.seconds(1), 1e-3) for what, trainer in trainers.items()}

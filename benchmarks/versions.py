@@ -1,7 +1,7 @@
 """Speed of the scripts beside that of an earlier commit, alternated in one process; writes JSON.
 
     python benchmarks/versions.py --against 96b6b48                  # all of them
-    python benchmarks/versions.py --against 96b6b48 --only cartpole  # with this word
+    python benchmarks/versions.py --against 96b6b48 --only cartpole  # or "cartpole_jax compared"
     python benchmarks/versions.py --against 96b6b48 --env-only       # MiniGrid's environments alone
 
 Both versions compile and warm up, then train in turn, about a second each, `--pairs` times.
@@ -148,7 +148,7 @@ def row_of(rounds, compile_seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", required=True, help="the commit to compare with")
-    parser.add_argument("--only", default="", help="scripts or environments with this word")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--env-only", action="store_true", help="environments, not training")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--compilations", type=int, default=3)
@@ -187,12 +187,14 @@ def comparisons(choice, fields, folder):
                 yield name, f"{env_id} alone", compare
         return
     for name in SCRIPTS:
-        if choice.only in name:
+        settings = {"default": fields}
+        if name in COMPARED:
+            settings["compared"] = COMPARED[name] | fields
+        settings = {x: options for x, options in settings.items() if choice.only in f"{name} {x}"}
+        if settings:
             scripts = load(ROOT / f"{name}.py", name), load_old(choice.against, name, folder)
-            yield name, "default", functools.partial(compare_training, *scripts, fields)
-            if name in COMPARED:
-                options = COMPARED[name] | fields
-                yield name, "compared", functools.partial(compare_training, *scripts, options)
+        for setting, options in settings.items():
+            yield name, setting, functools.partial(compare_training, *scripts, options)
 
 
 def save(path, rows):

@@ -9,28 +9,39 @@ import numpy as np
 import pytest
 from conftest import QUICK, having, newest_checkpoint, once, run_of, start
 
-# Runs a script; with each checkpoint every process writes down the parameters of its device. The
-# first one is still busy when JAX's patience with processes that end later, shorter here, is over.
-RUN = """
+# Runs a script whose processes wait for each other for a shorter time than it asks for.
+IMPATIENT = """
 import {script} as script, jax, numpy as np, time
+initialize = jax.distributed.initialize
+def initialize_impatiently(**options):
+    assert options.keys() >= set({patience})
+    initialize(**options | {patience})
+jax.distributed.initialize = initialize_impatiently
+"""
+# With each checkpoint every process writes down the parameters of its device. The first one is
+# still busy when JAX's patience with processes that end later is over.
+WATCHED = """
 save_checkpoint = script.save_checkpoint
 def save_both(run_dir, state):
     np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
     save_checkpoint(run_dir, state)
 script.save_checkpoint = save_both
-initialize, record_video = jax.distributed.initialize, script.record_video
-def initialize_impatiently(**options):
-    initialize(**options | dict(shutdown_timeout_seconds=4))
+record_video = script.record_video
 def record_slowly(*arguments):
     time.sleep(0 if jax.process_index() else 8)
     return record_video(*arguments)
-jax.distributed.initialize, script.record_video = initialize_impatiently, record_slowly
-script.main()
+script.record_video = record_slowly
 """
 
 
 # On a shared core every collective is a change of processes: fewer than the quick run has.
 FEWER = dict(update_epochs=1)
+
+
+def program(script, *parts, **patience):
+    """Code that runs the script after these parts; the processes' patience is in seconds."""
+    text = IMPATIENT.format(script=script.__name__, patience=patience)
+    return "".join([text, *parts, "script.main()\n"])
 
 
 def free_port():
@@ -75,9 +86,9 @@ def final(run_dir):
 def together(script, tmp_path_factory):
     """Folder in which two processes finished the quick run."""
     folder = tmp_path_factory.mktemp("together")
-    program = RUN.format(script=script.__name__)
-    for code, out, err in communicate(start_two(script, folder, program)):
-        assert code == 0, out + err
+    code = program(script, WATCHED, shutdown_timeout_seconds=4)
+    for status, out, err in communicate(start_two(script, folder, code)):
+        assert status == 0, out + err
     return folder
 
 
@@ -133,14 +144,15 @@ def test_stopped_and_resumed_together(script, together, tmp_path):
 
 @having("join_processes")
 def test_killed_process_ends_the_other(script, tmp_path):
-    """With an error within two minutes; the checkpoint stays.
+    """With an error, soon after its heartbeats are missed; the checkpoint stays.
 
     What processes have in common is one text in both scripts: the coordinator dies in one run, the
     other process in the other.
     """
     victim = ["ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax"].index(script.__name__)
     steps = 1000 * QUICK[script.__name__]["total_timesteps"]
-    processes = start_two(script, tmp_path, total_timesteps=steps)
+    code = program(script, heartbeat_timeout_seconds=8)
+    processes = start_two(script, tmp_path, code, total_timesteps=steps)
     wait_for_checkpoint(processes, tmp_path / "process_0")
     processes[victim].kill()
     results = communicate(processes)

@@ -55,7 +55,7 @@ def test_train_equals_its_steps(script):
 
     That compiles once for the state of `jit(init_train_state)` and for its own; it donates both.
     """
-    args, key = short_args(script, updates=3), jax.random.key(0)
+    args, key = short_args(script, updates=3, anneal_lr=True), jax.random.key(0)
     state, metrics = jax.jit(script.train, static_argnums=0)(args, key)
     expected = jax.jit(script.init_train_state, static_argnums=0)(args, key)
     train_step = script.make_train_step(args)
@@ -65,6 +65,9 @@ def test_train_equals_its_steps(script):
         assert all(leaf.is_deleted() for leaf in before)
         close({tag: value[update] for tag, value in metrics.items()}, row, 1e-4)
     close(state, expected, 1e-4)
+    for _ in range(2):  # beyond the schedule nothing is learned, nor unlearned
+        expected, row = train_step(expected)
+        assert row["charts/learning_rate"] == 0
     assert train_step._cache_size() == 1
 
 

@@ -70,6 +70,15 @@ def test_step_equals_numpy(script):
     assert (np.abs(actions) > 1).sum() > 1_000
 
 
+@pytest.mark.quick
+def test_action_of_wrong_size(script):
+    """Another number of actions than `action_size` says is an error, not ignored."""
+    env = script.CartPoleSwingUp()
+    state = env.reset(jax.random.key(0))
+    with pytest.raises(ValueError, match="unpack"):
+        env.step(None, state, jnp.zeros(env.action_size + 1))
+
+
 def energy(state):
     """Mechanical energy of cart and rod, float64."""
     _, x_dot, theta, theta_dot = np.asarray(state, float)
