@@ -34,8 +34,11 @@ script.record_video = record_slowly
 """
 
 
-# On a shared core every collective is a change of processes: fewer than the quick run has.
-FEWER = dict(update_epochs=1)
+def quick(script):
+    """The quick run with fewer epochs and updates: each collective is a change of processes."""
+    options = QUICK[script.__name__]
+    fewer_steps = options["total_timesteps"] * 12 // 20
+    return options | dict(update_epochs=1, total_timesteps=fewer_steps, checkpoint_interval=2)
 
 
 def program(script, *parts, **patience):
@@ -51,8 +54,8 @@ def free_port():
 
 
 def joined(script, **options):
-    """The flags of two processes with the quick run's arguments, one epoch an update."""
-    options = QUICK[script.__name__] | FEWER | options
+    """The flags of two processes that share a `quick` run."""
+    options = quick(script) | options
     address = f"127.0.0.1:{free_port()}"
     shared = options | dict(coordinator_address=address, num_processes=2)
     return [shared | dict(process_id=i) for i in range(2)]
@@ -84,7 +87,7 @@ def final(run_dir):
 
 @pytest.fixture(scope="module")
 def together(script, tmp_path_factory):
-    """Folder in which two processes finished the quick run."""
+    """Folder in which two processes finished a `quick` run."""
     folder = tmp_path_factory.mktemp("together")
     code = program(script, WATCHED, shutdown_timeout_seconds=4)
     for status, out, err in communicate(start_two(script, folder, code)):
@@ -99,7 +102,7 @@ def test_first_process_writes_what_one_with_two_devices_would(script, together, 
     assert left - {"params.npz", "__pycache__"} == {f"{script.__name__}.py"}  # those are the test's
     run_dir = run_of(together / "process_0")
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
-    flags = QUICK[script.__name__] | FEWER | {"num_devices": 2}
+    flags = quick(script) | {"num_devices": 2}
     alone = start(script, tmp_path, devices=2, **flags)
     assert communicate([alone])[0][0] == 0
     ours, expected = final(run_dir), final(run_of(tmp_path))
@@ -122,7 +125,7 @@ def test_parameters_are_the_same_in_both(script, together):
 def wait_for_checkpoint(processes, folder):
     while not list(folder.glob("runs/*/checkpoints/*.npz")):
         assert all(p.poll() is None for p in processes)
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 @having("join_processes", lacking="make_pool")  # emulators cannot be saved
