@@ -1007,6 +1007,16 @@ def test_resuming_a_run_that_lacks_only_its_summary(script, run_copy, tmp_path):
     assert summary["total_timesteps"] == expected["total_timesteps"]
 
 
+@once("is_finished")
+def test_resuming_a_run_whose_summary_is_damaged(script, run_copy, tmp_path):
+    """It is no text, so it does not say that the run is finished; it is written again."""
+    expected = json.loads((run_copy / "summary.json").read_text())
+    (run_copy / "summary.json").write_bytes(b"\xff\xfe")
+    script.main(words_of(resume=run_copy, videos_dir=tmp_path / "videos"))
+    summary = json.loads((run_copy / "summary.json").read_text())
+    assert summary["per_seed"] == expected["per_seed"] and summary["status"] == "finished"
+
+
 @pytest.mark.quick
 def test_defaults_of_a_resumed_run_are_its_own(script, tmp_path):
     """A flag given now counts even where it equals the script's default."""
