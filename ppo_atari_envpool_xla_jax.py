@@ -15,9 +15,9 @@
 The default flags are the setting of CleanRL's ppo_atari_envpool_xla_jax_scan.py. One step is one
 decision of the agent, four frames of the console. On two CPU cores ten million steps take three and
 a half to eight hours, depending on the processor. One pass over each batch takes less than half of
-that; Pong was learned so, in two and a half hours on one core (benchmarks/README.md):
+that; Pong was learned so, to a return of 20, in two and a half hours (benchmarks/README.md):
 
-    python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 6e6 --num-envs 16 \
+    python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
 Not tried: one large GPU with many CPU cores beside it. For an H100 the compiled program predicts
