@@ -79,7 +79,6 @@ import json
 import math
 import os
 import pathlib
-import platform as host_platform
 import re
 import shlex
 import shutil
@@ -88,7 +87,6 @@ import sys
 import tempfile
 import threading
 import warnings
-import zlib
 from typing import Annotated, Literal, NamedTuple
 
 import flax.linen as nn
@@ -916,8 +914,8 @@ class Mean(NamedTuple):
     value: jax.Array  # [], a number; a vector wants a tag for each component
 
     def combine(self, where):
-        """One number from those of all minibatches; `where` tells which took place."""
-        return self.value.mean(where=where)
+        """The mean of several minibatches; `where` tells which of them took place."""
+        return Mean(self.value.mean(where=where))
 
 
 class Max(NamedTuple):
@@ -926,8 +924,21 @@ class Max(NamedTuple):
     value: jax.Array  # []
 
     def combine(self, where):
-        """One number from those of all minibatches; `where` tells which took place."""
-        return self.value.max(where=where, initial=-jnp.inf)
+        """The maximum of several minibatches; `where` tells which of them took place."""
+        return Max(self.value.max(where=where, initial=-jnp.inf))
+
+
+def combine_metrics(metrics, where):
+    """{tag: `Mean` or `Max` of []} from those of several minibatches, of the shape of `where`.
+
+    Raises TypeError where a metric does not say how, ValueError where it is no plain number.
+    """
+    for tag, metric in metrics.items():
+        if not isinstance(metric, Mean | Max):
+            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
+        if metric.value.shape != where.shape:
+            raise ValueError(f"the metric {tag} of a minibatch must be a plain number")
+    return {tag: metric.combine(where) for tag, metric in metrics.items()}
 
 
 def ppo_loss(args, params, batch, *, platform=None, axis_name=None):
@@ -1079,11 +1090,9 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, 
     (params, opt_state, _), (metrics, active) = jax.lax.scan(
         epoch, (params, opt_state, jnp.bool_(True)), jax.random.split(key, args.update_epochs)
     )
-    for tag, metric in metrics.items():
-        if not isinstance(metric, Mean | Max):
-            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
-        where = active.reshape(-1, *[1] * (metric.value.ndim - 1))
-        metrics[tag] = over_devices(metric, axis_name).combine(where)
+    took_place = jnp.broadcast_to(active[:, None], (args.update_epochs, args.num_minibatches))
+    metrics = combine_metrics(metrics, took_place)
+    metrics = {tag: over_devices(metric, axis_name).value for tag, metric in metrics.items()}
     return params, opt_state, metrics
 
 
@@ -1282,7 +1291,8 @@ def init_agents(args):
 
 def init_states(args):
     """The `TrainState` of K agents before their first update, where JAX likes to put it."""
-    return jax.vmap(functools.partial(init_train_state, args))(seed_keys(args))
+    # One after the other, which compiles sooner than a batch of them.
+    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
 
 
 def start_games(args, envs, state):
@@ -1670,16 +1680,14 @@ def load_args(run_dir):
             raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
         words = []
         for name, value in saved.items():
-            if isinstance(value, bool):
-                words.append(f"--{name}" if value else f"--no-{name}")
-            elif isinstance(value, list):  # a tuple; flags that you add may be one
+            if isinstance(value, list):  # a tuple; flags that you add may be one
                 words += [f"--{name}", *map(str, value)]
             else:
                 words.append(f"--{name}={value}")
-        with contextlib.redirect_stderr(io.StringIO()):
-            args = tyro.cli(Args, args=words)
-        default, parsed = (json.loads(to_json(vars(x))) for x in (Args(), args))
-        if parsed != default | saved:
+        plain = [tyro.conf.FlagConversionOff]  # --name=True instead of --name
+        args = tyro.cli(Args, args=words, config=plain, console_outputs=False)
+        parsed = json.loads(to_json(vars(args)))
+        if parsed | saved != parsed:
             raise ValueError("args.json has values of the wrong type")
         check_args(args)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -1970,27 +1978,20 @@ def parse_args(words=None):
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles, from the user's cache folder.
 
-    A folder that JAX was told already, by an environment variable too, wins. Programs hold
-    instructions of one processor and formats of one jaxlib, so each combination has a folder of its
-    own.
+    A folder that JAX was told already, by an environment variable too, wins. The name under which
+    JAX keeps a program depends on jaxlib's version and on what the processor can do.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        cpuinfo = pathlib.Path("/proc/cpuinfo")
-        features = host_platform.processor()
-        if cpuinfo.is_file():
-            lines = cpuinfo.read_text().splitlines()
-            features = next((x for x in lines if x.startswith(("flags", "Features"))), features)
         home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        name = f"jaxlib-{jax.lib.__version__}-{zlib.crc32(features.encode()):08x}"
-        folder = home / "single-file-jax-ppo" / name
+        folder = home / "single-file-jax-ppo"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
     # JAX's own limit needs another package. A gigabyte; what was written first goes first.
     with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
+        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
         sizes = itertools.accumulate(status.st_size for status, _ in files)
         for (_, path), size in zip(files, sizes):

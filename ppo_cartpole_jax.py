@@ -80,14 +80,12 @@ import math
 import operator
 import os
 import pathlib
-import platform as host_platform
 import re
 import shlex
 import shutil
 import signal
 import sys
 import threading
-import zlib
 from typing import Annotated, Literal, NamedTuple
 
 import jax
@@ -789,8 +787,8 @@ class Mean(NamedTuple):
     value: jax.Array  # [], a number; a vector wants a tag for each component
 
     def combine(self, where):
-        """One number from those of all minibatches; `where` tells which took place."""
-        return self.value.mean(where=where)
+        """The mean of several minibatches; `where` tells which of them took place."""
+        return Mean(self.value.mean(where=where))
 
 
 class Max(NamedTuple):
@@ -799,8 +797,21 @@ class Max(NamedTuple):
     value: jax.Array  # []
 
     def combine(self, where):
-        """One number from those of all minibatches; `where` tells which took place."""
-        return self.value.max(where=where, initial=-jnp.inf)
+        """The maximum of several minibatches; `where` tells which of them took place."""
+        return Max(self.value.max(where=where, initial=-jnp.inf))
+
+
+def combine_metrics(metrics, where):
+    """{tag: `Mean` or `Max` of []} from those of several minibatches, of the shape of `where`.
+
+    Raises TypeError where a metric does not say how, ValueError where it is no plain number.
+    """
+    for tag, metric in metrics.items():
+        if not isinstance(metric, Mean | Max):
+            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
+        if metric.value.shape != where.shape:
+            raise ValueError(f"the metric {tag} of a minibatch must be a plain number")
+    return {tag: metric.combine(where) for tag, metric in metrics.items()}
 
 
 def ppo_loss(args, params, batch):
@@ -861,8 +872,7 @@ def loss_gradient(args, params, batch, platform, sharding):
     CPU with 1,024 environments and 128 steps), or in the memory on a TPU's chip, if the minibatch
     can be divided so. Blocks are of one size, and `ppo_loss` is a mean over samples, so the mean of
     their gradients is that of the minibatch. (Of a function of a mean, say a hinge on the mean KL
-    divergence, it is not: what needs the whole minibatch belongs into `minibatch_step`.) Metrics of
-    blocks have an axis in front, [blocks].
+    divergence, it is not: what needs the whole minibatch belongs into `minibatch_step`.)
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     block_size = {"cpu": 4096, "tpu": 32_768}.get(platform)
@@ -872,6 +882,7 @@ def loss_gradient(args, params, batch, platform, sharding):
     num_blocks = max(n for n in range(1, size // block_size + 1) if size % n == 0)
     blocks = jax.tree.map(lambda x: x.reshape(num_blocks, -1, *x.shape[1:]), batch)
     grads, metrics = jax.lax.map(lambda block: grad(args, params, block), blocks)
+    metrics = combine_metrics(metrics, np.ones(num_blocks, bool))
     return jax.tree.map(lambda g: g.mean(0), grads), metrics
 
 
@@ -979,12 +990,9 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, 
     (params, opt_state, _), (metrics, active) = jax.lax.scan(
         epoch, (params, opt_state, jnp.bool_(True)), jax.random.split(key, args.update_epochs)
     )
-    for tag, metric in metrics.items():
-        if not isinstance(metric, Mean | Max):
-            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
-        where = active.reshape(-1, *[1] * (metric.value.ndim - 1))
-        metrics[tag] = metric.combine(where)
-    return params, opt_state, metrics
+    took_place = jnp.broadcast_to(active[:, None], (args.update_epochs, args.num_minibatches))
+    metrics = combine_metrics(metrics, took_place)
+    return params, opt_state, {tag: metric.value for tag, metric in metrics.items()}
 
 
 # ==================================================================================================
@@ -1186,7 +1194,8 @@ def init_agents(args):
 
 def init_states(args):
     """The `TrainState` of K agents before their first update, where JAX likes to put it."""
-    return jax.vmap(functools.partial(init_train_state, args))(seed_keys(args))
+    # One after the other, which compiles sooner than a batch of them.
+    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
 
 
 def make_train_chunk(args):
@@ -1418,16 +1427,14 @@ def load_args(run_dir):
             raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
         words = []
         for name, value in saved.items():
-            if isinstance(value, bool):
-                words.append(f"--{name}" if value else f"--no-{name}")
-            elif isinstance(value, list):  # a tuple; flags that you add may be one
+            if isinstance(value, list):  # a tuple; flags that you add may be one
                 words += [f"--{name}", *map(str, value)]
             else:
                 words.append(f"--{name}={value}")
-        with contextlib.redirect_stderr(io.StringIO()):
-            args = tyro.cli(Args, args=words)
-        default, parsed = (json.loads(to_json(vars(x))) for x in (Args(), args))
-        if parsed != default | saved:
+        plain = [tyro.conf.FlagConversionOff]  # --name=True instead of --name
+        args = tyro.cli(Args, args=words, config=plain, console_outputs=False)
+        parsed = json.loads(to_json(vars(args)))
+        if parsed | saved != parsed:
             raise ValueError("args.json has values of the wrong type")
         check_args(args)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -1703,27 +1710,20 @@ def parse_args(words=None):
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles, from the user's cache folder.
 
-    A folder that JAX was told already, by an environment variable too, wins. Programs hold
-    instructions of one processor and formats of one jaxlib, so each combination has a folder of its
-    own.
+    A folder that JAX was told already, by an environment variable too, wins. The name under which
+    JAX keeps a program depends on jaxlib's version and on what the processor can do.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        cpuinfo = pathlib.Path("/proc/cpuinfo")
-        features = host_platform.processor()
-        if cpuinfo.is_file():
-            lines = cpuinfo.read_text().splitlines()
-            features = next((x for x in lines if x.startswith(("flags", "Features"))), features)
         home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        name = f"jaxlib-{jax.lib.__version__}-{zlib.crc32(features.encode()):08x}"
-        folder = home / "single-file-jax-ppo" / name
+        folder = home / "single-file-jax-ppo"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # no home, or nothing may be written there: no cache, then
     # JAX's own limit needs another package. A gigabyte; what was written first goes first.
     with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.parent.rglob("*") if path.is_file()]
+        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
         sizes = itertools.accumulate(status.st_size for status, _ in files)
         for (_, path), size in zip(files, sizes):

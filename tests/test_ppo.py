@@ -402,19 +402,19 @@ def with_maximum(script):
 def test_gradient_in_blocks_equals_the_whole(script, samples, monkeypatch):
     """However many blocks a minibatch is cut into, metrics and gradients are those of the whole."""
     args = quick_args(script, ent_coef=0.1)
-    monkeypatch.setattr(script, "ppo_loss", with_maximum(script)[0])
+    ppo_loss, seen = with_maximum(script)
+    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args, samples)
         gradient = jax.jit(script.loss_gradient, static_argnums=(0, 3, 4))
-        grads, metrics = gradient(args, params, batch, "cpu", None)
+        grads, metrics = jax.block_until_ready(gradient(args, params, batch, "cpu", None))
+        jax.effects_barrier()
+        blocks = len(seen)
         gradient = jax.jit(jax.grad(script.ppo_loss, 1, has_aux=True), static_argnums=0)
         whole, expected = gradient(args, params, batch)
-        combined = {tag: metric.combine(jnp.bool_(True)) for tag, metric in metrics.items()}
+    assert blocks == {64: 1, 3 * 4096: 3, 10_007: 1}[samples]
     close(grads, whole, rtol=1e-9, atol=1e-12)
-    assert combined.keys() == expected.keys()
-    for tag, value in combined.items():
-        np.testing.assert_allclose(value, expected[tag].value, rtol=1e-9, atol=1e-12)
-    assert metrics["losses/ratio_max"].value.size == {64: 1, 3 * 4096: 3, 10_007: 1}[samples]
+    close(metrics, expected, rtol=1e-9, atol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -600,20 +600,44 @@ def test_maximum_is_over_all_minibatches(script, target_kl, monkeypatch):
     assert metrics["losses/ratio_max"].shape == ()
 
 
-@having("Max", "init_mlp")
-@pytest.mark.quick
-def test_metric_that_does_not_say_what_it_is(script, monkeypatch):
-    """A bare array among the loss's metrics, which might be anything: a TypeError names it."""
+def with_odd_metric(script, kind):
+    """`ppo_loss` with one more metric, which is "bare", or one vector instead of two numbers."""
     original = script.ppo_loss
 
     def ppo_loss(args, params, batch):
         loss, metrics = original(args, params, batch)
-        return loss, metrics | {"losses/mine": loss}
+        odd = loss if kind == "bare" else getattr(script, kind)(jnp.stack([loss, -loss]))
+        return loss, metrics | {"losses/odd": odd}
 
-    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    return ppo_loss
+
+
+ODD_METRICS = pytest.mark.parametrize(
+    "kind, error", [("bare", TypeError), ("Mean", ValueError), ("Max", ValueError)]
+)
+
+
+@having("Max", "init_mlp")
+@pytest.mark.quick
+@ODD_METRICS
+def test_metric_that_is_no_mean_or_maximum_of_numbers(script, kind, error, monkeypatch):
+    """It might be anything, or be averaged into a number without a word: an error names it."""
+    monkeypatch.setattr(script, "ppo_loss", with_odd_metric(script, kind))
     args = quick_args(script)
-    with pytest.raises(TypeError, match="losses/mine"):
+    with pytest.raises(error, match="the metric losses/odd"):
         jax.eval_shape(script.make_train_step(args), initial(script, args))
+
+
+@once("loss_gradient")
+@pytest.mark.quick
+@ODD_METRICS
+def test_metric_of_blocks_that_is_no_mean_or_maximum_of_numbers(script, kind, error, monkeypatch):
+    """So does one where a minibatch is cut into blocks."""
+    monkeypatch.setattr(script, "ppo_loss", with_odd_metric(script, kind))
+    args = quick_args(script)
+    params, batch = loss_inputs(script, args, 2 * 4096)
+    with pytest.raises(error, match="the metric losses/odd"):
+        script.loss_gradient(args, params, batch, "cpu", None)
 
 
 # --------------------------------------------------------------------------------------------------
