@@ -930,17 +930,26 @@ def random_permutation(key, n):
 def make_take(batch):
     """Returns `take(index)`: the batch of the samples `index` [M], so x[index] of every array x.
 
-    A gather has a price of its own on a CPU, so arrays like `advantage`, float32 [B], are stacked
-    and gathered as one: an update takes 4 to 8% less time than with a gather for each.
+    A gather has a price of its own on a CPU, so arrays of one number for each sample, [B] like
+    `advantage`, are stacked and gathered as one, which takes up to 8% off an update's time. As
+    bits, because actions are whole numbers and the others are not.
     """
     leaves, tree = jax.tree.flatten(batch)
     like = batch.advantage
-    is_row = [x.shape == like.shape and x.dtype == like.dtype for x in leaves]
-    stacked = jnp.stack([x for x, row in zip(leaves, is_row) if row])
+    unsigned = np.dtype(f"u{like.dtype.itemsize}")  # uint32 for float32
+    is_row = [x.shape == like.shape and x.dtype.itemsize == unsigned.itemsize for x in leaves]
+    rows = [jax.lax.bitcast_convert_type(x, unsigned) for x, row in zip(leaves, is_row) if row]
+    bits = jnp.stack(rows)
 
     def take(index):
-        rows = iter(stacked[:, index])
-        return tree.unflatten([next(rows) if row else x[index] for x, row in zip(leaves, is_row)])
+        taken = iter(bits[:, index])
+        minibatch = []
+        for x, row in zip(leaves, is_row):
+            if row:
+                minibatch.append(jax.lax.bitcast_convert_type(next(taken), x.dtype))
+            else:
+                minibatch.append(x[index])
+        return tree.unflatten(minibatch)
 
     return take
 
