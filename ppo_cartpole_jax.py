@@ -613,9 +613,11 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
     step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    # All start states at once take less time than a few in every step.
-    reset_keys = jax.random.split(reset_key, (args.num_steps, args.num_envs))
-    start_states = jax.vmap(jax.vmap(env.reset))(reset_keys)
+    # All start states at once take less time than a few in every step, and less along one axis.
+    start_states = jax.vmap(env.reset)(jax.random.split(reset_key, args.batch_size))
+    start_states = jax.tree.map(
+        lambda x: x.reshape(args.num_steps, args.num_envs, *x.shape[1:]), start_states
+    )
 
     def env_step(carry, inputs):
         env_state, stats = carry
@@ -930,26 +932,17 @@ def random_permutation(key, n):
 def make_take(batch):
     """Returns `take(index)`: the batch of the samples `index` [M], so x[index] of every array x.
 
-    A gather has a price of its own on a CPU, so arrays of one number for each sample, [B] like
-    `advantage`, are stacked and gathered as one, which takes up to 8% off an update's time. As
-    bits, because actions are whole numbers and the others are not.
+    A gather has a price of its own on a CPU, so arrays like `advantage`, float32 [B], are stacked
+    and gathered as one: an update takes 4 to 8% less time than with a gather for each.
     """
     leaves, tree = jax.tree.flatten(batch)
     like = batch.advantage
-    unsigned = np.dtype(f"u{like.dtype.itemsize}")  # uint32 for float32
-    is_row = [x.shape == like.shape and x.dtype.itemsize == unsigned.itemsize for x in leaves]
-    rows = [jax.lax.bitcast_convert_type(x, unsigned) for x, row in zip(leaves, is_row) if row]
-    bits = jnp.stack(rows)
+    is_row = [x.shape == like.shape and x.dtype == like.dtype for x in leaves]
+    stacked = jnp.stack([x for x, row in zip(leaves, is_row) if row])
 
     def take(index):
-        taken = iter(bits[:, index])
-        minibatch = []
-        for x, row in zip(leaves, is_row):
-            if row:
-                minibatch.append(jax.lax.bitcast_convert_type(next(taken), x.dtype))
-            else:
-                minibatch.append(x[index])
-        return tree.unflatten(minibatch)
+        rows = iter(stacked[:, index])
+        return tree.unflatten([next(rows) if row else x[index] for x, row in zip(leaves, is_row)])
 
     return take
 

@@ -2865,7 +2865,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
         ended = terminated | truncated
         done = ended
-        if args.episodes_per_trial > 1:
+        if args.episodes_per_trial > 1:  # from here on both say whether the trial has ended
             is_last = trial.episode == args.episodes_per_trial - 1
             terminated = terminated & is_last
             truncated = truncated & is_last

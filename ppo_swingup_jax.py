@@ -57,7 +57,7 @@ of your own. Up to the end of the section "Training" stands reinforcement learni
 what follows is about running it: many agents and devices, evaluation, files, the command line,
 which calls `update` through `make_train_chunk`. `update` shows how the parts fit together. Skip at
 a first reading what is there for speed alone: `gpu_unroll`, `loss_gradient` (it is the gradient of
-`ppo_loss`), `random_permutation`, `make_take`, and all that `platform` and `sharding` stand for.
+`ppo_loss`), `random_permutation`, and all that `platform` and `sharding` stand for.
 XLA, JAX's compiler, turns several whole updates, environment included, into one program, so Python
 and the device meet once in `--log-interval` updates instead of once a step. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
@@ -798,9 +798,11 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
     step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    # All start states at once take less time than a few in every step.
-    reset_keys = jax.random.split(reset_key, (args.num_steps, args.num_envs))
-    start_states = jax.vmap(jax.vmap(env.reset))(reset_keys)
+    # All start states at once take less time than a few in every step, and less along one axis.
+    start_states = jax.vmap(env.reset)(jax.random.split(reset_key, args.batch_size))
+    start_states = jax.tree.map(
+        lambda x: x.reshape(args.num_steps, args.num_envs, *x.shape[1:]), start_states
+    )
 
     def env_step(carry, inputs):
         env_state, stats = carry

@@ -4,8 +4,10 @@ Other tests rely on it: what is one text in several scripts they run in one.
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
 
 import pytest
@@ -46,6 +48,15 @@ DIFFERENT = {
     "parse_args": ("AABC", "the list of environments, several processes"),
     "describe": ("ABCD", "success rates, modes of evaluation"),
     "main": ("AABC", "several processes, a pool of emulators"),
+}
+# Names in backticks that a script need not have itself.
+ELSEWHERE = {
+    "adam_update": "of CartPole and the swing-up, where the others use optax",
+    "train_step": "what `make_train_step` returns",
+    "wall_seconds": "a key of summary.json",
+    "connect_all": "of Farama's MiniGrid",
+    "RGBImgPartialObsWrapper": "of Farama's MiniGrid",
+    "TimeStep": "of XLand-MiniGrid",
 }
 BANNERS = [
     "Args",
@@ -151,6 +162,18 @@ def test_public_docstrings(script):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node)
     ]
     assert not missing
+
+
+def test_names_in_texts_exist(script):
+    """What docstrings and comments name in backticks is in the same script, or listed."""
+    names, texts = set(), []
+    for token in tokenize.generate_tokens(io.StringIO(source(script.__name__)).readline):
+        if token.type == tokenize.NAME:
+            names.add(token.string)
+        elif token.type in (tokenize.COMMENT, tokenize.STRING):
+            texts.append(token.string)
+    named = set(re.findall(r"`([A-Za-z_]\w*)(?:\([^`]*\))?`", "\n".join(texts)))
+    assert len(named) > 50 and not named - names - ELSEWHERE.keys()
 
 
 def test_imports(script):
