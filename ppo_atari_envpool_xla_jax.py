@@ -251,7 +251,7 @@ class Args:
 # ==================================================================================================
 
 
-OBS_SHAPE = (4, 84, 84)  # frames, rows, columns
+OBS_SHAPE, OBS_DTYPE = (4, 84, 84), jnp.uint8  # frames, rows, columns
 
 
 def check_game(env_id):
@@ -336,10 +336,12 @@ def make_env(args):
     """The pool of this process for training: its share of the environments of all agents.
 
     An environment of your own needs what EnvPool's gymnasium interface has: `reset()`, `xla()` for
-    calls inside a program, `step()` for evaluation; and in `info`, of `reset()` too, "reward",
-    "terminated" and "lives", which EnvPool's other families do not have. With it change OBS_SHAPE,
-    `count_actions`, `check_game`, `make_eval_pool`, from which `evaluate` has its games, and
-    `record_video`.
+    calls inside a program, `step()` for evaluation; and in `info` "reward", "terminated" and
+    "lives" (from `reset()` only the last), which EnvPool's other families do not have. It must
+    reset late, as in `rollout`'s table. With it change OBS_SHAPE and OBS_DTYPE, `make_pool`'s
+    settings, `count_actions`, `check_game`, `make_eval_pool`, from which `evaluate` has its games,
+    the network, and `record_video`, which may return None. EnvPool writes into XLA's buffers
+    unchecked: a family with float64 observations needs JAX_ENABLE_X64=1.
     """
     platform = make_mesh(args).devices.flat[0].platform
     if platform not in ("cpu", "gpu"):
@@ -364,8 +366,8 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Logarithms of all probabilities, actions first: [A, ...]."""
-        # With actions first the batch stays contiguous. XLA cancels this transpose against the one
-        # at the end of `forward`, where there is one.
+        # With actions first the batch stays contiguous. Where the network computes so, too, XLA
+        # merges this transpose with the one at its end.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
@@ -457,10 +459,10 @@ def batch_last(obs):
 def orthogonal(gain):
     """An initializer of orthogonal weights, for flax.
 
-    An orthogonal matrix keeps the lengths of the vectors that pass through it, so that signals and
-    gradients neither vanish nor explode with depth. The gain sqrt(2) is derived for relu, which
-    halves a signal's power. The gain of the head sets where learning begins: 0.01 gives nearly the
-    same policy in all states.
+    A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
+    signals and gradients neither vanish nor explode with depth (a wide one shortens most of them).
+    The gain sqrt(2) is derived for relu, which halves a signal's power. The gain of the head sets
+    where learning begins: 0.01 gives nearly the same policy in all states.
     """
 
     def draw(key, shape, dtype=jnp.float32):
@@ -523,7 +525,7 @@ def init_agent(args, key, num_actions):
 
     `args` is for networks with flags of their own.
     """
-    return NatureCNN(num_actions=num_actions).init(key, jnp.zeros((1, *OBS_SHAPE), jnp.uint8))
+    return NatureCNN(num_actions=num_actions).init(key, jnp.zeros((1, *OBS_SHAPE), OBS_DTYPE))
 
 
 def forward(args, params, obs, *, platform=None):
@@ -622,9 +624,9 @@ class Batch(NamedTuple):
     dist: Categorical  # the old policy's
     log_prob: jax.Array  # [B], the old policy's
     value: jax.Array  # [B], the old critic's
-    advantage: jax.Array  # [B]
+    advantage: jax.Array  # [B]; in the loss, with `norm_adv`, normalised already
     target: jax.Array  # [B], what the critic should have said
-    valid: jax.Array  # [B], whether the sample counts
+    valid: jax.Array  # [B], whether the sample counts; the loss leaves others out, `valid_mean`
 
 
 def init_episode_stats(num_envs):
@@ -728,8 +730,10 @@ def rollout(args, envs, state, *, platform=None, axis_name=None):
         acting = over_agents(act, platform)
         action, dist, log_prob, value = acting(state.params, env_state.obs, action_key)
         # EnvPool hands the handle on only to keep the steps in order: the pool is compiled in.
-        handle, outcome = pool_step(handle, action.reshape(-1))
+        handle, outcome = pool_step(handle, action.reshape(-1, *action.shape[2:]))
         obs, reward, terminated, truncated, info = outcome
+        ends = dict(terminated=terminated, truncated=truncated)
+        check_one_each(num_agents * num_envs, reward=reward, **ends)
         score = by_agent(info["reward"])
         game_over = by_agent(info["terminated"]) > 0
         lives = by_agent(info["lives"])
@@ -1107,7 +1111,7 @@ class TrainState(NamedTuple):
     params: dict
     opt_state: optax.OptState
     env_state: EnvState  # of [N]
-    stats: EpisodeStats  # of [N]
+    stats: EpisodeStats  # of [N]; its episodes are whole games, those of `Transition` are lives
     key: jax.Array  # PRNG key
     update: jax.Array  # [], updates done
 
@@ -1120,7 +1124,7 @@ def init_train_state(args, key):
         params=params,
         opt_state=make_optimizer(args).init(params),
         env_state=EnvState(
-            obs=jnp.zeros((args.num_envs, *OBS_SHAPE), jnp.uint8),
+            obs=jnp.zeros((args.num_envs, *OBS_SHAPE), OBS_DTYPE),
             done=jnp.zeros(args.num_envs, bool),
             lives=jnp.zeros(args.num_envs, jnp.int32),
         ),
@@ -1258,7 +1262,8 @@ def state_shardings(args):
     mesh = make_mesh(args)
     everywhere = jax.NamedSharding(mesh, jax.P())
     by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
+    # Those you add, too; but one of [K, N], or what devices do not agree on, goes below.
+    fields = dict.fromkeys(TrainState._fields, everywhere)
     return TrainState(**fields | {"env_state": by_environment, "stats": by_environment})
 
 
@@ -1486,7 +1491,7 @@ def evaluate(args, act, params, keys):
         if running[0, 0]:
             actions.append(action[0, 0])
         lives = info["lives"]
-        obs, _, terminated, truncated, info = envs.step(action.reshape(-1))
+        obs, _, terminated, truncated, info = envs.step(action.reshape(-1, *action.shape[2:]))
 
         counts = running & valid
         episode_return += np.where(counts, info["reward"].reshape(shape), 0.0)
@@ -2111,7 +2116,7 @@ def main(words=None):
     # --- Compile; evaluation's network is only traced: its errors show before training ---
     with without_compilation_cache():
         train_chunk = make_train_chunk(args, envs).lower(state, jnp.int32(1)).compile()
-    frames = jax.ShapeDtypeStruct((args.num_seeds, args.eval_episodes, *OBS_SHAPE), jnp.uint8)
+    frames = jax.ShapeDtypeStruct((args.num_seeds, args.eval_episodes, *OBS_SHAPE), OBS_DTYPE)
     jax.eval_shape(make_act(args), state.params, frames, evaluation_keys(args), 0)
     evaluate_agents = make_evaluate(args)
     compile_seconds = time.perf_counter() - start

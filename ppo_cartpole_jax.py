@@ -354,8 +354,8 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Logarithms of all probabilities, actions first: [A, ...]."""
-        # With actions first the batch stays contiguous. XLA cancels this transpose against the one
-        # at the end of `forward`, where there is one.
+        # With actions first the batch stays contiguous. Where the network computes so, too, XLA
+        # merges this transpose with the one at its end.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
@@ -1108,8 +1108,9 @@ def train(args, key):
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
     `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
-    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`, as `replace`
-    keeps what others were derived from. charts/episodic_return is -inf until an episode has ended.
+    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`: where it derives
+    a flag from others, `replace` keeps the old one. charts/episodic_return is -inf until an episode
+    has ended.
     """
     if args.num_updates < 1:
         raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")

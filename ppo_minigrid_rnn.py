@@ -18,7 +18,7 @@
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-For one large GPU; for an H100 the compiled program predicts 1.2 million steps per second
+For one large GPU; 1.2 million steps per second are predicted for an H100, from the compiled program
 (benchmarks/README.md):
 
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
@@ -72,8 +72,9 @@ update:
 
 Recurrence changes three things. The agent sees a small part of the level and remembers the rest, so
 `forward` takes sequences and a recurrent state. Minibatches are whole environments, [T, M], so that
-a gradient goes back through all steps of a rollout, but not beyond. And a truncated episode is
-bootstrapped with the value of its true last observation, seen with the memory of that episode.
+a gradient goes back through all steps of a rollout, but not beyond. And where the time limit cuts
+an episode, the value of its last observation stands for the rest of its return; here it needs the
+memory of that episode, too, which is kept for it.
 
 An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
 several times in a row and remembers the times before. `Trial` explains this meta-learning.
@@ -98,11 +99,11 @@ tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other;
 shapes and runs nothing. Random numbers come from keys: each key is used once, and `split` makes new
 ones.
 
-Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
-W windows of steps (`truncation_window`), G cells of a grid, A actions, F features (of images, their
-channels), Y, X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation
-E environments, C episodes of a trial, S states of one episode. Rarer ones are words: [rooms,
-chains].
+Axes in shape comments (in formulas A is the advantage, U and W are weights of the GRU): K agents
+(seeds), T steps, N environments, M environments of a minibatch, W windows of steps
+(`truncation_window`), G cells of a grid, A actions, F features (of images, their channels), Y,
+X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation E environments,
+C episodes of a trial, S states of one episode. Rarer ones are words: [rooms, chains].
 """
 
 import time
@@ -2028,8 +2029,8 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Logarithms of all probabilities, actions first: [A, ...]."""
-        # With actions first the batch stays contiguous. XLA cancels this transpose against the one
-        # at the end of `forward`, where there is one.
+        # With actions first the batch stays contiguous. Where the network computes so, too, XLA
+        # merges this transpose with the one at its end.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
@@ -2072,10 +2073,10 @@ GRU_GAIN = 4.0  # views differ in few of their cells: large weights let that mat
 def orthogonal(gain):
     """An initializer of orthogonal weights, for flax.
 
-    An orthogonal matrix keeps the lengths of the vectors that pass through it, so that signals and
-    gradients neither vanish nor explode with depth. The gain sqrt(2) is derived for relu, which
-    halves a signal's power. The gain of the head sets where learning begins: 0.01 gives nearly the
-    same policy in all states.
+    A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
+    signals and gradients neither vanish nor explode with depth (a wide one shortens most of them).
+    The gain sqrt(2) is derived for relu, which halves a signal's power. The gain of the head sets
+    where learning begins: 0.01 gives nearly the same policy in all states.
     """
 
     def draw(key, shape, dtype=jnp.float32):
@@ -2192,7 +2193,7 @@ class Encoder(nn.Module):
 
     [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
 
-    As in `scan_gru`, the platform is asked for while XLA's program is written.
+    `platform_dependent` picks one of two ways to the same result by the device it compiles for.
     """
 
     pixels: bool
@@ -2281,8 +2282,8 @@ def gru_gates(from_x, from_h, c):
 def scan_gru(step, h, inputs, reverse=False):
     """`jax.lax.scan` for `GRU`; on a GPU eight steps in an iteration, as `gpu_unroll` explains.
 
-    Here and in `Encoder` the platform is not handed down but asked for while XLA's program is
-    written: so the signature of `forward` stays free of it.
+    Here and in `Encoder` `platform_dependent` picks by the device that XLA compiles for, instead of
+    a `platform` that is handed down: so the signature of `forward` stays free of it.
     """
 
     def scan(h, inputs, unroll):
@@ -2317,7 +2318,7 @@ def run_gru(u, c, from_x, h, start):
 
 
 def run_gru_forwards(u, c, from_x, h, start):
-    """`run_gru`, and what its gradient needs: nothing but the hidden states themselves."""
+    """`run_gru`, and what its gradient needs: arguments and hidden states, but no gates."""
     hs = run_gru(u, c, from_x, h, start)
     return hs, (u, c, from_x, h, start, hs)
 
@@ -2330,7 +2331,7 @@ def run_gru_backwards(residuals, d_hs):
     steps. How a step passes a gradient on is then linear in it, with slopes known in advance. Let
     d_h be the gradient for h after step t, and d_out its part from the loss at that step:
 
-        d_from_h  = d_h * slopes_h             for the products U h of the three gates
+        d_from_h  = [d_h, d_h, d_h] * slopes_h for the products U h of the three gates
         d_h(t-1)  = keep * d_h + u^T d_from_h + d_out(t-1)
 
     and so on, backwards in time, where the first two terms are 0 if an episode starts at step t.
@@ -2438,8 +2439,9 @@ def init_agent(args, key, env):
     To replace the agent, write `init_rnn_state`, `init_agent` and `forward`: recurrent states may
     be any tree of arrays [N, ...], parameters any tree at all.
 
-    All weights begin `orthogonal`, which also explains the gains. In `GRU` it keeps signals from
-    vanishing or exploding with time; with tanh the gain sqrt(2) is a convention that works.
+    All weights begin `orthogonal`, which explains the gains but `GRU_GAIN`. In `GRU` it keeps
+    signals from vanishing or exploding with time; with tanh the gain sqrt(2) is a convention that
+    works.
     """
 
     def example_inputs():  # of one step in one environment
@@ -2457,13 +2459,15 @@ def forward(args, params, inputs, rnn_state):
     """Policy, values [T, M] and recurrent states [T, M, ...] for `Inputs` of [T, M].
 
     `rnn_state` [M, ...] is the state before the first step; the states returned are those after
-    each one. A rollout calls this with T = 1, step by step; the loss once with all T steps, which
-    gives the same numbers and the gradient through time.
+    each one. A rollout calls this with T = 1, step by step; the loss with all T steps at once,
+    which gives the gradient through time and, until the parameters change, the same numbers. The
+    loss begins with the rollout's `rnn_state` in all epochs, although newer parameters would have
+    made another one.
 
     Where `inputs.start` is set, an episode starts on a new level: hidden state, previous action and
-    previous reward are those of an episode that is over, and count as nothing. What the agent
-    remembers of the old level would be wrong, and in evaluation, which begins without memory, it
-    would meet states that it has never learned from. (Episodes of one `Trial` are on the same
+    previous reward are those of an episode that is over, and count as nothing. If they were kept,
+    the agent would remember the wrong level, and the empty memory with which an evaluation begins
+    would be one that it has hardly ever learned from. (Episodes of one `Trial` are on the same
     level: there `start` is set for the first one only.)
     """
     if inputs.start.ndim != 2 or inputs.obs["image"].ndim != 5:
@@ -2608,8 +2612,8 @@ class Trial(NamedTuple):
     agent that was moved back to the start should know: `Inputs.prev_ended` tells it, and the reward
     before whether that was a success. Previous action, reward and end are RL^2's inputs.
 
-    Discounting goes on too: with C episodes of about s steps, gamma should be well above
-    1 - 1 / (C s). And gradients go back through one rollout only: what is to be remembered should
+    Discounting goes on too: with C episodes of about n steps, gamma should be well above
+    1 - 1 / (C n). And gradients go back through one rollout only: what is to be remembered should
     pay within `num_steps` steps.
     """
 
@@ -2754,7 +2758,7 @@ def select(mask, yes, no):
 
 
 def level_keys(key, envs):
-    """The key of each environment's next level, from its number; those of others are not needed."""
+    """Keys of the next levels of the environments numbered `envs`, each from its number alone."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, envs)
 
 
@@ -3113,9 +3117,10 @@ def ppo_loss(args, params, batch):
     half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
     larger of two errors counts, that of the value and that of the value held within clip_coef of
     the old one. Once a value has moved further than that towards its target, the second one is
-    larger and has no gradient. Returns of an episode lie between -1 and 1, which leaves the critic
-    room; those of trials or with bonuses may be larger, and `--no-clip-vloss` better. The entropy
-    bonus keeps the policy from becoming certain before it has tried all actions.
+    larger and has no gradient. Returns of an episode lie between -1 and 1, so steps of 0.2 an
+    update are enough to follow them; those of trials or with bonuses may be larger, and
+    `--no-clip-vloss` better. The entropy bonus keeps the policy from becoming certain before it has
+    tried all actions.
 
     Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
     log(num_actions), explained_variance that rises towards 1 (until all returns are the same).
@@ -3391,8 +3396,9 @@ def train(args, key):
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
     `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
-    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`, as `replace`
-    keeps what others were derived from. charts/episodic_return is -inf until an episode has ended.
+    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`: where it derives
+    a flag from others, `replace` keeps the old one. charts/episodic_return is -inf until an episode
+    has ended.
     """
     if args.num_updates < 1:
         raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")

@@ -1274,8 +1274,9 @@ def train(args, key):
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
     `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
-    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`, as `replace`
-    keeps what others were derived from. charts/episodic_return is -inf until an episode has ended.
+    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`: where it derives
+    a flag from others, `replace` keeps the old one. charts/episodic_return is -inf until an episode
+    has ended.
     """
     if args.num_updates < 1:
         raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
