@@ -81,6 +81,7 @@ import time
 
 PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -1402,8 +1403,9 @@ def make_train_chunk(args):
         log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
         return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
 
-    shardings = (state_shardings(args), jax.NamedSharding(mesh, jax.P()))
-    return jax.jit(train_chunk, donate_argnums=0, out_shardings=shardings)
+    placed, everywhere = state_shardings(args), jax.NamedSharding(mesh, jax.P())
+    layout = dict(in_shardings=(placed, None), out_shardings=(placed, everywhere))
+    return jax.jit(train_chunk, donate_argnums=0, **layout)
 
 
 def chunk_size(args):
@@ -2024,20 +2026,22 @@ def main(words=None):
         evaluate_run(args)
         return
 
-    # --- Start, or go on ---
+    # --- Start, or go on: XLA compiles training while Python does the rest ---
     start = time.perf_counter()
-    if args.resume is None:
-        state = init_agents(args)
-    else:
+    if args.resume is not None:
         state = load_checkpoint(args, args.resume)
         if is_finished(args, state):
             print(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
             return
-
-    # --- Compile; evaluation is only traced, so that its errors show before training ---
-    train_chunk = make_train_chunk(args).lower(state, jnp.int32(1)).compile()
-    evaluate_agents = make_evaluate(args)
-    jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
+    shapes = jax.eval_shape(functools.partial(init_states, args))
+    lowered = make_train_chunk(args).lower(shapes, jnp.int32(1))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compilation = pool.submit(lowered.compile)
+        if args.resume is None:
+            state = init_agents(args)
+        evaluate_agents = make_evaluate(args)  # only traced: its errors show before training
+        jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
+        train_chunk = compilation.result()
     compile_seconds = time.perf_counter() - start
 
     run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)

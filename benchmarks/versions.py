@@ -12,6 +12,7 @@ Words like num_envs=16 set fields of the scripts' arguments on top of everything
 """
 
 import argparse
+import concurrent.futures
 import datetime
 import functools
 import importlib.util
@@ -57,16 +58,29 @@ class Trainer:
             self.args = script.resolve_args(self.args)
         self.pool = [script.make_env(self.args)] if hasattr(script, "make_pool") else []
         start = time.perf_counter()
-        if hasattr(script, "init_agents"):
-            self.state = script.init_agents(self.args)
-            if self.pool:
-                self.state = script.start_games(self.args, *self.pool, self.state)
-        else:  # commit 96b6b48
-            state = script.init_train_state(self.args, script.seed_keys(self.args), *self.pool)
-            self.state = script.shard_state(self.args, state)
-        chunk = script.make_train_chunk(self.args, *self.pool)
-        self.chunk = chunk.lower(self.state, jnp.int32(1)).compile()
+        if hasattr(script, "init_agents") and not self.pool:
+            self.start(script)
+        else:
+            self.state = self.first_state(script)
+            chunk = script.make_train_chunk(self.args, *self.pool)
+            self.chunk = chunk.lower(self.state, jnp.int32(1)).compile()
         self.compile_seconds = time.perf_counter() - start
+
+    def start(self, script):
+        """Compiles as `main` does: XLA works on training while Python initialises."""
+        shapes = jax.eval_shape(functools.partial(script.init_states, self.args))
+        lowered = script.make_train_chunk(self.args).lower(shapes, jnp.int32(1))
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compilation = pool.submit(lowered.compile)
+            self.state = script.init_agents(self.args)
+            self.chunk = compilation.result()
+
+    def first_state(self, script):
+        """The state before the first update, of Atari's agents or of those of 96b6b48."""
+        if hasattr(script, "init_agents"):
+            return script.start_games(self.args, *self.pool, script.init_agents(self.args))
+        state = script.init_train_state(self.args, script.seed_keys(self.args), *self.pool)
+        return script.shard_state(self.args, state)
 
     def seconds(self, chunks):
         """Seconds for this many chunks of ten updates."""
