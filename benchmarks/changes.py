@@ -47,6 +47,7 @@ def changed(words):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a measurement, about")
     parser.add_argument("--only", default="", help="changes whose name contains this")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     parser.add_argument("fields", nargs="*", help="fields of the script's Args, name=value")
@@ -58,7 +59,7 @@ def main():
     fields = parse_fields(choice.fields)
     trainers = {what: Trainer(script, fields) for what, script in scripts.items()}
     seconds = {what: max(trainer.seconds(1), 1e-3) for what, trainer in trainers.items()}
-    chunks = max(1, round(0.5 / min(seconds.values())))
+    chunks = max(1, round(choice.seconds / min(seconds.values())))
     rounds = []
     for _ in range(choice.rounds):
         rounds.append({what: trainer.sps(chunks) for what, trainer in trainers.items()})

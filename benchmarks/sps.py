@@ -82,6 +82,7 @@ LARGE = [
         rnn_hidden_dim=1024, head_hidden_dim=256,
     ))
 ]  # fmt: skip
+SECONDS = 1.0  # about how long a measurement takes; `--seconds` sets it
 PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid navix".split()
 
 
@@ -171,7 +172,7 @@ def flops_per_step(script, args, state, pool):
 
 
 def ours(name, wrap_pool=lambda envs: envs, compiler_options=None, **changes):
-    """A function that trains for a second and returns steps per second, and facts."""
+    """A function that trains for SECONDS and returns steps per second, and facts."""
     script = importlib.import_module(name)
     args, state, pool = prepare(script, wrap_pool, **changes)
     start = time.perf_counter()
@@ -193,9 +194,9 @@ def ours(name, wrap_pool=lambda envs: envs, compiler_options=None, **changes):
         for _ in range(3):
             run(1)
     updates = 1
-    while (seconds := run(updates)) < 0.5:  # warms up, finds how many updates make a second
+    while (seconds := run(updates)) < SECONDS / 2:  # warms up, finds how many updates to time
         updates *= 2
-    updates = max(1, round(updates / seconds))
+    updates = max(1, round(updates * SECONDS / seconds))
     return lambda: updates * args.batch_size * args.num_seeds / run(updates), facts
 
 
@@ -223,7 +224,7 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
 
     def run():
         start, first = time.perf_counter(), calls[0]
-        while time.perf_counter() - start < 0.5:
+        while time.perf_counter() - start < SECONDS / 2:
             calls[0] += 1
             carry[0], _ = jax.block_until_ready(compiled(carry[0], jax.random.key(calls[0])))
         return (calls[0] - first) * num_steps * num_envs / (time.perf_counter() - start)
@@ -303,7 +304,7 @@ def rollout_alone(num_pools, **changes):
         return time.perf_counter() - start
 
     run(1)
-    rollouts = max(1, round(1 / run(1)))  # of about a second
+    rollouts = max(1, round(SECONDS / run(1)))
     steps = rollouts * args.num_steps * size * num_pools
     return lambda: steps / run(rollouts), facts
 
@@ -370,7 +371,7 @@ def envpool_env(env_id, num_envs):
 
     def run():
         start, steps = time.perf_counter(), 0
-        while time.perf_counter() - start < 0.5:
+        while time.perf_counter() - start < SECONDS / 2:
             pool.step(actions[steps % 64])
             steps += 1
         return steps * num_envs / (time.perf_counter() - start)
@@ -626,11 +627,14 @@ def candidates(choice, fields):
             yield [entry(name, label, **changes)]
     elif choice.atari:
         name = "ppo_atari_envpool_xla_jax"
-        many = fields | {"num_envs": 64}
+        many = fields | {"num_envs": 8 * fields.get("num_envs", 8)}
         yield [
             entry(name, "defaults"),
             ("emulators alone", functools.partial(emulators_alone, **fields)),
-            ("emulators alone num_envs=64", functools.partial(emulators_alone, **many)),
+            (
+                f"emulators alone num_envs={many['num_envs']}",
+                functools.partial(emulators_alone, **many),
+            ),
             ("network alone", functools.partial(ours, name, StillPool, **fields)),
             ("rollout alone", functools.partial(rollout_alone, 1, **fields)),
             ("rollout alone, two half-pools", functools.partial(rollout_alone, 2, **fields)),
@@ -682,13 +686,16 @@ def parse_args():
     option("--largest", type=int, help="where the scaling ends")
     option("--only", default="", help="candidates whose name contains this")
     option("--rounds", type=int, default=7)
+    option("--seconds", type=float, default=SECONDS, help="about how long a measurement takes")
     option("--out", type=pathlib.Path, help="JSON file to write")
     option("fields", nargs="*", help="fields of the scripts' Args, name=value")
     return parser.parse_intermixed_args()
 
 
 def main():
+    global SECONDS
     choice = parse_args()
+    SECONDS = choice.seconds
     jax.config.update("jax_enable_compilation_cache", False)
     peak = matrix_peak(repeats=2 * choice.rounds)
     rows = []

@@ -4,7 +4,7 @@
     python benchmarks/versions.py --against 96b6b48 --only cartpole  # or "cartpole_jax compared"
     python benchmarks/versions.py --against 96b6b48 --env-only       # MiniGrid's environments alone
 
-Both versions compile and warm up, then train in turn, about a second each, `--pairs` times.
+Both versions compile and warm up, then train in turn, for `--seconds` each, `--pairs` times.
 Reported are medians of steps per second and of the ratio new / old over the pairs, which a
 drifting machine hardly touches. Compilations are alternated too, each in full, without a cache.
 Words like num_envs=16 set fields of the scripts' arguments on top of everything else. With
@@ -26,6 +26,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import sps
 from sps import COMPARED, PACKAGES, ROOT, our_minigrid, parse_fields, timed_steps, version
 
 SCRIPTS = ("ppo_cartpole_jax", "ppo_swingup_jax", "ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax")
@@ -142,7 +143,7 @@ def compare_training(new, old, options, pairs, compilations):
         ours, theirs = Trainer(new, options), Trainer(old, options)
         compile_seconds.append((ours.compile_seconds, theirs.compile_seconds))
     seconds = max(min(ours.seconds(1) for _ in range(3)), 1e-3)
-    chunks = max(1, round(1 / seconds))
+    chunks = max(1, round(sps.SECONDS / seconds))
     theirs.seconds(chunks)  # both are warm now
     return row_of([(ours.sps(chunks), theirs.sps(chunks)) for _ in range(pairs)], compile_seconds)
 
@@ -166,9 +167,11 @@ def main():
     parser.add_argument("--env-only", action="store_true", help="environments, not training")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--compilations", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=sps.SECONDS)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     parser.add_argument("fields", nargs="*", help="fields of the scripts' Args, name=value")
     choice = parser.parse_intermixed_args()
+    sps.SECONDS = choice.seconds
     jax.config.update("jax_enable_compilation_cache", False)
     fields = parse_fields(choice.fields)
     rows = {}  # of earlier calls too, which measured other scripts

@@ -15,7 +15,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 FOLDER = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
+SHORT = ["--rounds", "1", "--seconds", "0.1"]
+ONCE = "--pairs 1 --compilations 1 --seconds 0.1".split()
 SMALL = "num_envs=4 num_steps=8 num_minibatches=1 update_epochs=1".split()
+SMALL_ATARI = [*SMALL, "num_envs=2"]  # emulators take a tenth of a second each
 SMALL_MINIGRID = [*SMALL, "rnn_hidden_dim=8", "head_hidden_dim=8"]
 
 
@@ -74,7 +77,7 @@ for program in programs:
 
 def test_sps_of_a_script(tmp_path):
     """Training is timed, and its products are a share of the machine's peak; others see below."""
-    words = ["--rounds", "1", "--only", "ppo_swingup_jax defaults", *SMALL]
+    words = [*SHORT, "--only", "ppo_swingup_jax defaults", *SMALL]
     rows = measured("sps", tmp_path, *words)
     (row,) = rows.values()
     assert row["sps"] > 0 and row["compile_seconds"] > 0 and 0 < row["mfu"] < 1
@@ -82,8 +85,8 @@ def test_sps_of_a_script(tmp_path):
 
 def test_sps_scaling(tmp_path):
     """Sizes grow by factors of four up to the largest one."""
-    words = "--rounds 1 --scaling num-seeds --largest 4".split()
-    rows = measured("sps", tmp_path, *words, *SMALL)
+    words = "--scaling num-seeds --largest 4".split()
+    rows = measured("sps", tmp_path, *SHORT, *words, *SMALL)
     assert list(rows) == ["ppo_cartpole_jax num_seeds=1", "ppo_cartpole_jax num_seeds=4"]
     flops = [row["product_flops_per_step"] for row in rows.values()]
     assert flops[0] == flops[1]
@@ -91,7 +94,7 @@ def test_sps_scaling(tmp_path):
 
 def test_sps_large(tmp_path):
     """The notebook's setting, made small."""
-    rows = measured("sps", tmp_path, "--rounds", "1", "--large", "--only", "rnn", *SMALL_MINIGRID)
+    rows = measured("sps", tmp_path, *SHORT, "--large", "--only", "rnn", *SMALL_MINIGRID)
     (row,) = rows.values()
     assert row["sps"] > 0 and 0 < row["mfu"] < 1
 
@@ -100,7 +103,7 @@ def test_sps_large(tmp_path):
 def test_sps_env_only(flags, tmp_path):
     """One of ours, the first time with those peers beside it that are installed."""
     only = "ppo_minigrid_rnn FourRooms" if flags else "FourRooms"
-    words = ["--rounds", "1", "--env-only", *flags, "--only", only, "num_envs=16"]
+    words = [*SHORT, "--env-only", *flags, "--only", only, "num_envs=16"]
     rows = measured("sps", tmp_path, *words)
     assert rows["ppo_minigrid_rnn FourRooms"]["base_is_faster"] == 1
 
@@ -111,7 +114,7 @@ def test_sps_compare(tmp_path):
     A rollout passes the actor once, the values pass the critic and a quarter more (one more step
     in eight, and one for truncations). An epoch passes both forwards and nearly twice backwards.
     """
-    rows = measured("sps", tmp_path, "--rounds", "1", "--compare", "--only", "ppo_", *SMALL)
+    rows = measured("sps", tmp_path, *SHORT, "--compare", "--only", "ppo_", *SMALL)
     assert list(rows) == ["ppo_cartpole_jax"]
     flops = rows["ppo_cartpole_jax"]["product_flops_per_step"]
     actor, critic = (4 * 64 + 64 * 64 + 64 * outputs for outputs in (2, 1))
@@ -124,7 +127,7 @@ def test_sps_compare(tmp_path):
 def test_sps_atari(tmp_path):
     """The parts of an Atari step; the first of them is all of it."""
     pytest.importorskip("envpool")
-    rows = measured("sps", tmp_path, "--rounds", "1", "--atari", *SMALL)
+    rows = measured("sps", tmp_path, *SHORT, "--atari", *SMALL_ATARI)
     assert len(rows) == 6 and all(row["sps"] > 0 for row in rows.values())
     row = rows["ppo_atari_envpool_xla_jax defaults"]
     assert row["compile_seconds"] > 0 and 0 < row["mfu"] < 1
@@ -153,7 +156,8 @@ def test_versions(row, tmp_path):
     needs_history()
     if row == "atari":
         pytest.importorskip("envpool")
-    words = ["--against", "HEAD", "--only", row, "--pairs", "1", "--compilations", "1", *SMALL]
+    small = SMALL_ATARI if row == "atari" else SMALL
+    words = ["--against", "HEAD", "--only", row, *ONCE, *small]
     (row,) = measured("versions", tmp_path, *words).values()
     assert row["sps"] > 0 and row["sps_before"] > 0 and len(row["rounds"]) == 1
 
@@ -162,14 +166,14 @@ def test_versions_of_environments(tmp_path):
     """An environment beside that of the commit which figures are compared with."""
     needs_history("96b6b48")
     words = ["--against", "96b6b48", "--env-only", "--only", "Empty", "num_envs=4"]
-    rows = measured("versions", tmp_path, *words, "--pairs", "1", "--compilations", "1")
+    rows = measured("versions", tmp_path, *words, *ONCE)
     (row,) = rows.values()
     assert row["setting"] == "Empty-8x8 alone" and row["sps"] > 0 and row["sps_before"] > 0
 
 
 def test_changes(tmp_path):
     """Of README's changes the one of a network, beside the script, in the same rounds."""
-    rows = measured("changes", tmp_path, "--rounds", "1", "--only", "flax", *SMALL)
+    rows = measured("changes", tmp_path, *SHORT, "--only", "flax", *SMALL)
     assert list(rows) == ["the script as it is", "flax module"]
     assert rows["the script as it is"]["ratio"] == 1
     assert all(row["sps"] > 0 for row in rows.values())

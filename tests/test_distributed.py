@@ -29,7 +29,7 @@ def save_both(run_dir, state):
 script.save_checkpoint = save_both
 record_video = script.record_video
 def record_slowly(*arguments):
-    time.sleep(0 if jax.process_index() else 5)
+    time.sleep(0 if jax.process_index() else 2)
     return record_video(*arguments)
 script.record_video = record_slowly
 """
@@ -38,7 +38,7 @@ script.record_video = record_slowly
 def quick(script):
     """The quick run with fewer epochs and updates: each collective is a change of processes."""
     options = QUICK[script.__name__]
-    fewer_steps = options["total_timesteps"] * 8 // 20
+    fewer_steps = options["total_timesteps"] * 6 // 20
     return options | dict(update_epochs=1, total_timesteps=fewer_steps, checkpoint_interval=2)
 
 
@@ -93,7 +93,7 @@ def final(run_dir):
 def together(script, tmp_path_factory):
     """Folder in which two processes finished a `quick` run."""
     folder = tmp_path_factory.mktemp("together")
-    code = program(script, WATCHED, shutdown_timeout_seconds=2)
+    code = program(script, WATCHED, shutdown_timeout_seconds=1)
     for status, out, err in communicate(start_two(script, folder, code)):
         assert status == 0, out + err
     return folder
@@ -158,7 +158,7 @@ def test_killed_process_ends_the_other(script, tmp_path):
     """
     victim = ["ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax"].index(script.__name__)
     steps = 1000 * QUICK[script.__name__]["total_timesteps"]
-    code = program(script, heartbeat_timeout_seconds=8)
+    code = program(script, heartbeat_timeout_seconds=5)
     processes = start_two(script, tmp_path, code, total_timesteps=steps)
     wait_for_checkpoint(processes, tmp_path / "process_0")
     processes[victim].kill()
