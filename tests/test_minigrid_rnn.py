@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from conftest import environment, finish, load, run_main, scalars, words_of
+from conftest import LIGHT_COMPILATION, environment, finish, load, run_main, scalars, words_of
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX
 
 import ppo_minigrid_rnn as script
@@ -787,7 +787,7 @@ def test_a_negative_weight_of_the_bonus_is_refused():
 def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path):
     """Two updates and two more from their checkpoint: what four in one go give, counts included."""
     options = dict(env_id="MiniGrid-DoorKey-5x5-v0", count_bonus=True, anneal_lr=False)
-    options |= dict(SMALL, eval_episodes=4)
+    options |= dict(SMALL, eval_episodes=4, log_interval=1)  # one program for runs of any length
     whole = run_main(script, tmp_path / "whole", **options, total_timesteps=4 * 16 * 24)
     part = run_main(script, tmp_path / "part", **options, total_timesteps=2 * 16 * 24)
     folders = dict(videos_dir=tmp_path / "videos")
@@ -977,8 +977,7 @@ def test_a_missing_axis_is_an_error():
 def test_learns_to_reach_the_goal(tmp_path):
     """A short run on the smallest level: the greedy policy reaches the goal."""
     options = dict(env_id="Empty-5x5", total_timesteps=40_000, num_envs=64, num_steps=32)
-    env = environment(1, flags=" --xla_backend_optimization_level=1")  # compiles sooner
-    run_dir = finish(script, tmp_path, env=env, **options)
+    run_dir = finish(script, tmp_path, env=environment(1, LIGHT_COMPILATION), **options)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_episodes"] == 256 and summary["success_rate"] > 0.95
     assert summary["eval_return_mean"] > 0.9  # the shortest way gives 0.955

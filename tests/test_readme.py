@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import QUICK_COMPILATION, ROOT, scalars
+from conftest import LIGHT_COMPILATION, QUICK_COMPILATION, ROOT, scalars
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -26,11 +26,10 @@ def run(block, folder):
     return result.stdout
 
 
-def outcome(block, folder, flags="--xla_backend_optimization_level=1"):
-    """Runs a snippet like `run`, to whatever end; returns the finished process."""
+def outcome(block, folder, flags=LIGHT_COMPILATION):
+    """Runs a snippet like `run`, on one device, to whatever end; returns the finished process."""
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
-    # One device, as most users have. Compiled a fifth faster, they train about as fast.
     env = os.environ | {"XLA_FLAGS": flags}
     command = [sys.executable, "-c", block]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
