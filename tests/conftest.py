@@ -22,7 +22,7 @@ QUICK_COMPILATION = (
     " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     " --xla_cpu_parallel_codegen_split_count=1"
 )
-# A third faster to compile on one core; programs train about as fast.
+# Sooner on one core than as users compile; programs train about as fast.
 LIGHT_COMPILATION = " --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 USUAL_COMPILATION = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4" + QUICK_COMPILATION

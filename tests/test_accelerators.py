@@ -86,11 +86,9 @@ def export(script, args, platform, monkeypatch, program):
 def large_args(script, **options):
     """Sizes whose shuffles need no walk (a power of two, at least 256); nothing of it is run.
 
-    MiniGrid shuffles environments, the others samples, eight or more of each environment.
+    Emulators take a tenth of a second each to create; with eight samples of each, 32 will do.
     """
-    num_envs = (
-        32 if hasattr(script, "make_pool") else 256
-    )  # emulators take a tenth of a second each
+    num_envs = 32 if hasattr(script, "make_pool") else 256
     return quick_args(script, num_envs=num_envs, **options)
 
 
