@@ -1478,6 +1478,8 @@ def evaluate(args, act, params, keys):
     that only resets; it counts neither in the score nor in the length. As in `rollout`, it ends the
     game if there are more lives after it.
     """
+    # Every process evaluates by itself, with its own copy of the parameters.
+    params = jax.tree.map(lambda x: x.addressable_data(0), params)
     shape = (args.num_seeds, args.eval_episodes)
     envs = make_eval_pool(args, env_seeds(args, args.eval_episodes, EVALUATION).reshape(-1))
     obs, info = envs.reset()
@@ -1524,14 +1526,7 @@ def make_act(args):
 
 def make_evaluate(args):
     """Returns `evaluate_agents(params, keys)` of K agents: an `Evaluation`."""
-    act = make_act(args)
-
-    def evaluate_agents(params, keys):
-        # Every process evaluates by itself, with its own copy of the parameters.
-        params = jax.tree.map(lambda x: x.addressable_data(0), params)
-        return evaluate(args, act, params, keys)
-
-    return evaluate_agents
+    return functools.partial(evaluate, args, make_act(args))
 
 
 def evaluation_keys(args):

@@ -3787,10 +3787,12 @@ def record_video(args, evaluation, folder, name, width=320, max_frames=1000):
     states = jax.tree.map(lambda x: x[0] if is_key(x) else np.asarray(x[0]), evaluation.states)
     lengths = np.asarray(evaluation.episode_length[0, :, 0], int)
     moments = ((episode, t) for episode, length in enumerate(lengths) for t in range(length + 1))
+    method = Image.Quantize.MAXCOVERAGE  # a level has some 80 colours at most: each keeps its own
     frames = []
     for moment in itertools.islice(moments, max_frames):
         state = jax.tree.map(operator.itemgetter(moment), states)
-        frames.append(Image.fromarray(env.render(state, width // env.width)).quantize(64))
+        picture = Image.fromarray(env.render(state, width // env.width))
+        frames.append(picture.quantize(256, method))
     path = pathlib.Path(folder, f"{name}.gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)

@@ -76,8 +76,8 @@ QUICK = {
     ),
     "ppo_atari_envpool_xla_jax": dict(
         num_envs=4,
-        num_steps=8,
-        total_timesteps=640,
+        num_steps=4,
+        total_timesteps=320,
         log_interval=2,
         checkpoint_interval=5,
         num_minibatches=2,

@@ -266,13 +266,13 @@ assert jnp.allclose(cut_zero, zero)
 def test_atari_learning(tmp_path):
     """Random play and a very short training on the same emulators."""
     pytest.importorskip("envpool")
-    quick = QUICK["ppo_atari_envpool_xla_jax"] | {"num_envs": 4, "total_timesteps": 256}
+    quick = QUICK["ppo_atari_envpool_xla_jax"] | {"total_timesteps": 128}
     del quick["eval_episodes"]
     words = ["--episodes", "2", "--folder", tmp_path / "runs", "--out", tmp_path / "out.json"]
     run("atari_learning", *words, "--", *words_of(**quick))
     result = json.loads((tmp_path / "out.json").read_text())["Breakout-v5"]
     (trained,) = result["runs"]
-    assert trained["total_timesteps"] == 256 and trained["eval_protocol"] == "training"
+    assert trained["total_timesteps"] == 128 and trained["eval_protocol"] == "training"
     assert result["random_return_mean"] >= 0 and trained["curve"]
     score = (trained["eval_return_mean"] - 1.7) / (30.5 - 1.7)  # published: random play, human
     assert trained["human_normalized_score"] == pytest.approx(score)

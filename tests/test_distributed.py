@@ -20,17 +20,15 @@ def initialize_impatiently(**options):
 jax.distributed.initialize = initialize_impatiently
 """
 # With each checkpoint every process writes down the parameters of its device. The first one is
-# still busy when JAX's patience with processes that end later is over.
+# still busy, as if with a video, when JAX's patience with processes that end later is over.
 WATCHED = """
 save_checkpoint = script.save_checkpoint
 def save_both(run_dir, state):
     np.savez("params.npz", *[x.addressable_data(0) for x in jax.tree.leaves(state.params)])
     save_checkpoint(run_dir, state)
 script.save_checkpoint = save_both
-record_video = script.record_video
 def record_slowly(*arguments):
     time.sleep(0 if jax.process_index() else 2)
-    return record_video(*arguments)
 script.record_video = record_slowly
 """
 

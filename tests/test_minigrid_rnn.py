@@ -20,6 +20,7 @@ import scipy.special
 import scipy.stats
 from conftest import LIGHT_COMPILATION, environment, finish, load, run_main, scalars, words_of
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX
+from PIL import Image
 
 import ppo_minigrid_rnn as script
 
@@ -784,8 +785,9 @@ def test_a_negative_weight_of_the_bonus_is_refused():
         script.parse_args(["--int-coef=-0.1"])
 
 
-def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path):
+def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path, monkeypatch):
     """Two updates and two more from their checkpoint: what four in one go give, counts included."""
+    monkeypatch.setattr(script, "record_video", lambda *_: None)  # takes seconds
     options = dict(env_id="MiniGrid-DoorKey-5x5-v0", count_bonus=True, anneal_lr=False)
     options |= dict(SMALL, eval_episodes=4, log_interval=1)  # one program for runs of any length
     whole = run_main(script, tmp_path / "whole", **options, total_timesteps=4 * 16 * 24)
@@ -972,6 +974,24 @@ def test_a_missing_axis_is_an_error():
     forward = functools.partial(script.forward, args)
     with pytest.raises(ValueError, match=r"\[T, M, ...\]"):
         jax.eval_shape(forward, state.params, inputs, state.agent_state.rnn_state)
+
+
+def test_video_has_the_colours_of_its_frames(tmp_path):
+    """Exactly, in a level that has more of them than others."""
+    args = script.Args(env_id="ObstructedMaze-Full-v1", **SMALL)
+    env = script.make_env(args)
+    start = jax.jit(env.reset)(jax.random.key(1))
+    moments = [start, start._replace(direction=(start.direction + 1) % 4)]
+    states = jax.tree.map(lambda *x: jnp.stack(x)[None, None], *moments)
+    ones = jnp.ones((1, 1, 1), int)
+    evaluation = script.Evaluation(episode_return=ones, episode_length=ones, states=states)
+    with Image.open(script.record_video(args, evaluation, tmp_path, "video")) as video:
+        assert video.n_frames == 2
+        for number, state in enumerate(moments):
+            video.seek(number)
+            expected = env.render(state, 320 // env.width)
+            np.testing.assert_array_equal(video.convert("RGB"), expected)
+            assert len(np.unique(expected.reshape(-1, 3), axis=0)) > 64
 
 
 def test_learns_to_reach_the_goal(tmp_path):

@@ -159,8 +159,9 @@ def test_nothing_moves_between_agents(script):
 
 @having("CartPole")
 def test_four_devices_train_and_solve(script, tmp_path):
-    """The default flags on four virtual devices, in a process of its own."""
-    run_dir = finish(script, tmp_path, env=environment(4, flags=""), num_devices=4)
+    """Three fifths of the default steps on four virtual devices, in a process of its own."""
+    options = dict(num_devices=4, total_timesteps=300_000)
+    run_dir = finish(script, tmp_path, env=environment(4, flags=""), **options)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["num_devices"], summary["eval_return_mean"]) == (4, 500.0)
 
@@ -186,7 +187,7 @@ def test_run_of_many_devices_is_evaluated_where_there_are_others(script, tmp_pat
     monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices()[:3])  # 8 environments
     _, state = script.load_run(tmp_path)
     assert np.asarray(state.update).tolist() == [0]
-    script.main(words_of(eval=tmp_path))
+    script.main(words_of(eval=tmp_path, videos_dir=tmp_path / "videos"))
     assert (tmp_path / "eval.json").is_file()
 
 

@@ -19,14 +19,14 @@ def snippet(*words):
     return block
 
 
-def run(block, folder):
+def run(block, folder, flags=LIGHT_COMPILATION):
     """Runs a snippet in a folder with copies of the scripts; returns its standard output."""
-    result = outcome(block, folder)
+    result = outcome(block, folder, flags)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-def outcome(block, folder, flags=LIGHT_COMPILATION):
+def outcome(block, folder, flags):
     """Runs a snippet like `run`, on one device, to whatever end; returns the finished process."""
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
@@ -86,13 +86,13 @@ def test_snippet_learns_its_level(words, tmp_path):
 
 def test_new_flags(tmp_path):
     """They are parsed, used, saved and read again on resume."""
-    run(snippet("class Args(ppo.Args)"), tmp_path)
+    run(snippet("class Args(ppo.Args)"), tmp_path, QUICK_COMPILATION)
     args = summary_of(tmp_path)["args"]
     assert (args["hidden"], args["advantage_scale"]) == ([32, 32], 0.5)
     (run_dir,) = tmp_path.glob("runs/*")
     resume = f'ppo.main(["--resume", "{run_dir}"])\n'
     block = re.sub(r"ppo\.main\(.*\)\n", resume, snippet("class Args(ppo.Args)"))
-    assert "is finished" in run(block, tmp_path)
+    assert "is finished" in run(block, tmp_path, QUICK_COMPILATION)
 
 
 def test_sweep(tmp_path):
@@ -104,7 +104,8 @@ def test_sweep(tmp_path):
 
 def test_loop(tmp_path):
     """One agent, one update a call."""
-    assert float(run(snippet("train_step = ppo.make_train_step"), tmp_path)) > 300
+    block = snippet("train_step = ppo.make_train_step")
+    assert float(run(block, tmp_path, QUICK_COMPILATION)) > 300
 
 
 def test_where_a_nan_comes_from(tmp_path):
