@@ -145,6 +145,10 @@ def test_stopped_and_resumed_together(script, together, tmp_path):
         assert code == 0, out + err
     ours, expected = final(run_dir), final(whole_run)
     assert all(ours[name].tobytes() == expected[name].tobytes() for name in expected)
+    # Only the first one draws the video.
+    assert list((tmp_path / "process_0").glob("videos/*/*.gif"))
+    left = {path.name for path in (tmp_path / "process_1").iterdir()}
+    assert left == {f"{script.__name__}.py"}
 
 
 @having("join_processes")
