@@ -64,8 +64,8 @@ QUICK = {
     ),
     "ppo_minigrid_rnn": dict(
         num_envs=8,
-        num_steps=16,
-        total_timesteps=2560,
+        num_steps=8,
+        total_timesteps=1280,
         log_interval=2,
         checkpoint_interval=5,
         eval_episodes=4,
@@ -91,7 +91,7 @@ MODULES = [importlib.import_module(name) for name in QUICK]
 
 # Files in the order in which they are begun: long tests first, so that no process ends early.
 ORDER = """readme distributed processes parallel benchmarks atari seams swingup cli minigrid_rnn
-    accelerators xland ppo cartpole minigrid_env drift""".split()
+    accelerators xland ppo cartpole minigrid_env minigrid_envpool drift""".split()
 # Files whose tests share neither fixtures nor caches.
 INDEPENDENT = ["readme", "benchmarks", "accelerators", "seams"]
 
@@ -123,6 +123,8 @@ def pytest_xdist_make_scheduler(config, log):
             shared = re.search(r"ppo_\w+|MiniGrid-[\w-]+?-v\d", test)
             if file_of(path) in INDEPENDENT:
                 return nodeid
+            if shared and "minigrid_env" in path:  # of two files, which share levels and programs
+                return shared[0]
             return f"{path} {shared[0]}" if shared else path
 
     return Scheduling(config, log)
@@ -303,9 +305,3 @@ def finished_run(script, tmp_path_factory):
 def run_copy(finished_run, tmp_path):
     """A copy of the finished run that the test may damage."""
     return pathlib.Path(shutil.copytree(finished_run, tmp_path / "runs" / finished_run.name))
-
-
-@pytest.fixture(scope="session")
-def default_run(script, tmp_path_factory):
-    """Folder of a run with the default flags."""
-    return finish(script, tmp_path_factory.mktemp("default"), env=environment(1, flags=""))

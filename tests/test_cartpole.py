@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import ROOT, having, quick_args
+from conftest import ROOT, environment, finish, having, quick_args
 
 pytestmark = having("CartPole")
 
@@ -138,6 +138,12 @@ def test_evaluation_equals_gymnasium(script):
         assert evaluation.episode_length[episode] == length
     states = np.asarray(evaluation.states)[:, int(evaluation.episode_length[0]) :]
     np.testing.assert_array_equal(states, np.repeat(states[:, :1], states.shape[1], axis=1))
+
+
+@pytest.fixture(scope="module")
+def default_run(script, tmp_path_factory):
+    """Folder of a run with the default flags, compiled as users compile it."""
+    return finish(script, tmp_path_factory.mktemp("default"), env=environment(1, flags=""))
 
 
 def test_default_flags_solve_it(script, default_run):

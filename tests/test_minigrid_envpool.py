@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from test_minigrid_env import (
     COPIES,
+    STEPS,
     features,
+    jitted,
     our_levels,
     pack,
     same_distribution,
@@ -23,7 +25,6 @@ import ppo_minigrid_rnn as script
 
 envpool = pytest.importorskip("envpool")
 
-STEPS = 40  # 24 x 40 steps of each of 75 ids: 72,000
 IDS = [i for i in script.ENVIRONMENTS if i in envpool.list_all_envs()]
 
 # Where EnvPool differs from Farama. In all ids a step that ends an episode by itself and reaches
@@ -144,8 +145,7 @@ def test_steps_equal_envpool(env_id):
     env, pool = make_pool(env_id, COPIES)
     rng = np.random.default_rng(IDS.index(env_id))
     state = states_of(env, pool, np.zeros(COPIES))
-    step = jax.jit(jax.vmap(env.transition))
-    observe = jax.jit(jax.vmap(env.observe))
+    step, observe = jitted(env)
     done, compared = np.zeros(COPIES, bool), 0
     for _ in range(STEPS):
         actions = choose_actions(env, state, rng)

@@ -25,7 +25,7 @@ from conftest import (
 def long_options(script):
     """The quick run, so long that it can be stopped after its first checkpoint: for seconds."""
     quick = QUICK[script.__name__]
-    times = {"ppo_cartpole_jax": 20, "ppo_minigrid_rnn": 5}[script.__name__]
+    times = {"ppo_cartpole_jax": 10, "ppo_minigrid_rnn": 4}[script.__name__]
     return quick | {"total_timesteps": times * quick["total_timesteps"]}
 
 

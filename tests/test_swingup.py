@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import having
+from conftest import LIGHT_COMPILATION, environment, finish, having
 
 pytestmark = having("CartPoleSwingUp")
 
@@ -293,12 +293,16 @@ def test_video(script, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
-def test_default_flags_learn(script, default_run):
-    """The greedy policy of a default run succeeds from both starts; none earns the impossible."""
-    summary = json.loads((default_run / "summary.json").read_text())
-    assert summary["eval_episodes"] == 1024 and summary["total_timesteps"] <= 2_000_000
-    assert min(summary["success_rate"].values()) >= 0.99  # an untrained policy: 0.00
+def test_learns(script, tmp_path):
+    """In half of the default steps the greedy policy succeeds from both starts.
+
+    Nobody earns the impossible. (Default runs are a benchmark: results/ has ten seeds.)
+    """
+    run_dir = finish(script, tmp_path, env=environment(1, LIGHT_COMPILATION), total_timesteps="1e6")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["eval_episodes"] == 1024 and summary["total_timesteps"] <= 1_000_000
+    assert min(summary["success_rate"].values()) >= 0.95  # an untrained policy: 0.00
     assert summary["eval_return_mean"] <= 1250
-    (video,) = default_run.parent.parent.glob("videos/*/*.mp4")
+    (video,) = tmp_path.glob("videos/*/*.mp4")
     with imageio.get_reader(video) as reader:
         assert reader.get_data(0).shape == (300, 1240, 3)
