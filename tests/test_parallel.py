@@ -170,6 +170,7 @@ def test_four_devices_train_and_solve(script, tmp_path):
 def test_run_of_many_devices_resumes_on_one(script, tmp_path):
     """`--num-devices` may change."""
     args = quick_args(script, videos_dir=str(tmp_path / "videos"), num_devices=4, num_seeds=2)
+    args = dataclasses.replace(args, total_timesteps=4 * args.batch_size)
     script.write_json(tmp_path / "args.json", vars(args))
     script.save_checkpoint(tmp_path, script.init_agents(args))
     script.main(words_of(resume=tmp_path, num_devices=1))
