@@ -3819,6 +3819,8 @@ def create_run_folder(args):
         pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):  # runs that start in one second get numbers
             run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
+            if pathlib.Path(args.videos_dir, run_dir.name).exists():  # of a run in another folder
+                continue
             with contextlib.suppress(FileExistsError):
                 run_dir.mkdir()
                 return run_dir
@@ -3848,6 +3850,8 @@ def write_file(path, content):
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):  # a full disk is not filled with it
+            temporary.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error}") from error
 
 
@@ -3907,29 +3911,42 @@ def flatten_state(state):
     return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
 
 
+def checkpoints(run_dir):
+    """The paths of a run's checkpoints, the newest last; files with other names are the user's."""
+    paths = pathlib.Path(run_dir, "checkpoints").glob("*.npz")
+    return sorted(path for path in paths if re.fullmatch("[0-9]{9,}", path.stem))
+
+
 def save_checkpoint(run_dir, state, num_kept=3):
     """Writes checkpoints/<update>.npz and removes all but the newest few; raises RunError."""
-    folder = pathlib.Path(run_dir, "checkpoints")
+    path = pathlib.Path(run_dir, "checkpoints", f"{int(state.update[0]):09d}.npz")
     buffer = io.BytesIO()
     np.savez(buffer, **jax.device_get(flatten_state(state)))
-    write_file(folder / f"{int(state.update[0]):09d}.npz", buffer.getbuffer())
-    for old in sorted(folder.glob("*.npz"))[:-num_kept]:
+    write_file(path, buffer.getbuffer())
+    for old in checkpoints(run_dir)[:-num_kept]:
         with contextlib.suppress(OSError):  # more files than needed do no harm
             old.unlink()
 
 
 def load_checkpoint(args, run_dir):
     """The newest checkpoint of a run as the placed `TrainState` of K agents; raises RunError."""
-    path = max(pathlib.Path(run_dir, "checkpoints").glob("*.npz"), default=None)
-    if path is None:
+    paths = checkpoints(run_dir)
+    if not paths:
         raise RunError(f"{run_dir} holds no checkpoint")
+    path = paths[-1]
+    template = jax.eval_shape(functools.partial(init_states, args))
+    expected = jax.eval_shape(flatten_state, template)
     try:
-        saved = dict(np.load(path, allow_pickle=False))  # reading checks the CRC
+        with np.load(path, allow_pickle=False) as file:
+            # A small file may unpack to what fills the memory.
+            size = sum(member.file_size for member in file.zip.infolist())
+            most = sum(x.size * x.dtype.itemsize for x in expected.values())
+            if size > 10 * most + 2**26:
+                raise ValueError(f"{size:,} bytes instead of {most:,}")
+            saved = dict(file)  # reading checks the CRC
     except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
         message = f"{path} is damaged ({error}); remove it to go back to an older one"
         raise RunError(message) from error
-    template = jax.eval_shape(functools.partial(init_states, args))
-    expected = jax.eval_shape(flatten_state, template)
     for name in saved.keys() & expected.keys():  # NumPy saves bfloat16 as bytes without a type
         dtype = expected[name].dtype
         if saved[name].dtype == np.dtype(f"V{dtype.itemsize}"):
@@ -3965,6 +3982,14 @@ def is_finished(args, state):
     if int(state.update[0]) < args.num_updates or not summary.is_file():
         return False
     return '"status": "finished"' in summary.read_text(errors="replace")
+
+
+def say(line, **options):
+    """Prints a line at once; where nobody can read it any more, the run goes on."""
+    try:
+        print(line, flush=True, **options)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
 
 
 class Logger:
@@ -4006,6 +4031,11 @@ class Logger:
             entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
             self.add(writer, update, 0, summary={"value": entries})
 
+    def flush(self):
+        """Before a checkpoint: a killed run must not lose what comes before it."""
+        for writer in self.writers:
+            writer.flush()
+
     def log_chunk(self, first, last, metrics):
         """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
 
@@ -4019,13 +4049,9 @@ class Logger:
         for i in range(last - first):
             self.write(first + 1 + i, {tag: value[i] for tag, value in metrics.items()})
         self.write(last, {"charts/SPS": np.full(self.args.num_seeds, self.sps)})
-        for writer in self.writers:
-            writer.flush()  # before a checkpoint: a killed run must not lose what comes before it
+        self.flush()
         self.check_losses(first, metrics["losses/grad_norm"])
-        try:
-            self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
-        except BrokenPipeError:  # nobody listens any more: no reason to stop
-            sys.stdout = open(os.devnull, "w")
+        self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
 
     def print_progress(self, update, metrics):
         """One line that is rewritten on a terminal, a new one each time elsewhere."""
@@ -4040,9 +4066,9 @@ class Logger:
                 line += f", {name} {mean[tag]:.4g}"
         if sys.stdout.isatty():
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r{line[:width]}\033[K", end="", flush=True)
+            say(f"\r{line[:width]}\033[K", end="")
         else:
-            print(line, flush=True)
+            say(line)
 
     def check_losses(self, first, grad_norm):
         """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
@@ -4053,7 +4079,7 @@ class Logger:
             if not self.finite.any():
                 raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
             start = "\n" if sys.stdout.isatty() else ""  # not into the progress line
-            print(f"{start}error: {message}; the others go on", file=sys.stderr)
+            say(f"{start}error: {message}; the others go on", file=sys.stderr)
 
     @contextlib.contextmanager
     def paused(self):
@@ -4071,7 +4097,7 @@ class Logger:
             wandb.finish()
             wandb.tensorboard.unpatch()  # a second run of this process patches it again
         if sys.stdout.isatty():
-            print()
+            say("")
 
 
 # ==================================================================================================
@@ -4217,7 +4243,8 @@ class StopSignals:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if threading.current_thread() is not threading.main_thread():
             numbers = []  # Python has handlers in its main thread only
-        self.handlers = {n: signal.signal(n, self.receive) for n in numbers}
+        # None where a handler is not Python's, which cannot put it back.
+        self.handlers = {n: signal.signal(n, self.receive) or signal.SIG_DFL for n in numbers}
         return self
 
     def receive(self, number, frame):
@@ -4261,22 +4288,26 @@ def evaluate_run(args):
     summary = summarize_evaluation(args, evaluation, finite)
     summary["total_timesteps"] = int(state.update[0]) * args.batch_size
     summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
+    say(describe(summary))  # before anything that the disk may refuse
     write_json(run_dir / "eval.json", summary)
     video = record_video(args, evaluation, video_dir, "eval")
     if video:
-        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
-    print(describe(summary))
+        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
 
 
 def main(words=None):
     """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
     begin = PROCESS_START if words is None else time.time()
+    if sys.stdout is None:  # started with it closed
+        sys.stdout = open(os.devnull, "w")
     args = parse_args(words)
     if args.list_envs:
+        lines = []
         for env in ENVIRONMENTS.values():
             size = f"{env.width}x{env.height}"
-            mission = ", observes its mission" if env.observes_mission else ""
-            print(f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps{mission}")
+            line = f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps"
+            lines.append(line + (", observes its mission" if env.observes_mission else ""))
+        say("\n".join(lines))
         return
     if args.track:
         wandb = importlib.util.find_spec("wandb")
@@ -4296,8 +4327,11 @@ def main(words=None):
     start = time.perf_counter()
     if args.resume is not None:
         state = load_checkpoint(args, args.resume)
+        if state.update[0] > args.num_updates:
+            past = int(state.update[0]) * args.batch_size
+            raise UsageError(f"--total-timesteps: this run has done {past:,} steps already")
         if is_finished(args, state):
-            print(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
+            say(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
             return
     shapes = jax.eval_shape(functools.partial(init_states, args))
     lowered = make_train_chunk(args).lower(shapes, jnp.int32(1))
@@ -4317,7 +4351,7 @@ def main(words=None):
     write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
     for name in ("summary.json", "eval.json"):  # of an earlier end
         (run_dir / name).unlink(missing_ok=True)
-    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
+    say(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
     # --- Train: while the device works on a chunk of updates, the host logs the one before ---
     done = int(state.update[0])
@@ -4340,12 +4374,13 @@ def main(words=None):
                 logger.log_chunk(*pending)  # waits for the device
                 pending = None
                 with logger.paused():
-                    if save_due:
-                        save_checkpoint(run_dir, gather(state))
                     if eval_due:
                         evaluation = evaluate_agents(state.params, evaluation_keys(args))
                         scores = np.asarray(evaluation.episode_return).mean((1, 2))  # [K]
                         logger.write(done, {"eval/episodic_return": scores})
+                        logger.flush()
+                    if save_due:  # after it nothing is repeated: all that is logged comes before
+                        save_checkpoint(run_dir, gather(state))
                     if video_due:
                         name = f"step_{done * args.batch_size}"
                         record_video(args, evaluation, video_dir, name)
@@ -4390,14 +4425,14 @@ def main(words=None):
             how = f'main(["--resume", {str(run_dir)!r}])'
         if args.distributed:
             how += " with --distributed, in every process as before"
-        print(f"interrupted at update {done}; to go on: {how}")
+        say(f"interrupted at update {done}; to go on: {how}")
         wait_for_processes(args)
         sys.exit(128 + received)
     video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
-    print(f"run: {run_dir}")
+    say(f"run: {run_dir}")
     if video:
-        print(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
-    print(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
+    say(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
     wait_for_processes(args)
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -289,6 +290,8 @@ def test_folders_of_runs_that_start_in_one_second(script, tmp_path, monkeypatch)
             f"{args.env_id}__{args.exp_name}__1__1234567890".split("/")[-1]
         )
         assert run_dir.name == video_dir.name and run_dir.is_dir() and video_dir.is_dir()
+    elsewhere = dataclasses.replace(args, runs_dir=str(tmp_path / "others"))
+    assert script.create_run_folder(elsewhere).name not in [folder.name for folder in video_dirs]
 
 
 @once("UsageError")
@@ -328,6 +331,27 @@ def test_nobody_reads_the_output(script, tmp_path):
     process.stdout.close()
     assert process.wait() == 0 and process.stderr.read() == ""
     assert json.loads((run_of(tmp_path) / "summary.json").read_text())["status"] == "finished"
+
+
+class Broken:
+    """A terminal that is gone, as after `disown` when its window is closed."""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+    flush = write
+
+
+@once("Logger")
+@pytest.mark.parametrize("output", [None, Broken()], ids=["closed", "terminal"])
+def test_output_that_cannot_be_written(script, output, tmp_path, monkeypatch):
+    """`>&-` leaves Python without `sys.stdout`: the run goes on to its successful end."""
+    monkeypatch.setattr(sys, "stdout", output)
+    run_dir = run_main(script, tmp_path)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
 
 
 @once("RunError")
@@ -443,9 +467,20 @@ def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
 
 
 @each_text("main", lacking="make_pool")
-def test_evaluations_during_training(script, tmp_path, capsys):
-    """`--eval-interval 5`: logged as a checkpoint's own evaluation says, without more videos."""
-    run_dir = run_main(script, tmp_path, eval_interval=5)
+def test_evaluations_during_training(script, tmp_path, capsys, monkeypatch):
+    """`--eval-interval 5`: logged as a checkpoint's own evaluation says, without more videos.
+
+    Before the checkpoint: a run that is killed and resumed does not evaluate that update again.
+    """
+    save_checkpoint, logged_before = script.save_checkpoint, []
+
+    def save(run_dir, state):
+        logged_before.append(len(scalars(run_dir).get("eval/episodic_return", [])))
+        save_checkpoint(run_dir, state)
+
+    monkeypatch.setattr(script, "save_checkpoint", save)
+    run_dir = run_main(script, tmp_path, eval_interval=5, checkpoint_interval=5)
+    assert logged_before == [1, 2, 3, 3]  # the last one is evaluated when it is safe
     args, logged = script.load_args(run_dir), scalars(run_dir)["eval/episodic_return"]
     assert [step for step, _ in logged] == [args.batch_size * n for n in (5, 10, 15, 20)]
     (video,) = (tmp_path / "videos" / run_dir.name).iterdir()
@@ -823,6 +858,39 @@ def test_damaged_checkpoint_ends_the_command(script, run_copy, use, tmp_path):
     assert contents(run_copy) == before
 
 
+@once("load_checkpoint")
+@pytest.mark.quick
+def test_small_file_of_much(script, tmp_path):
+    """Three hundred million zeros in a few hundred kilobytes are not unpacked."""
+    args = quick_args(script)
+    script.save_checkpoint(tmp_path, script.init_states(args))
+    path = newest_checkpoint(tmp_path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("more.npy", "w") as member:
+            for _ in range(300):
+                member.write(bytes(10**6))
+    assert path.stat().st_size < 10**6
+    message = refusal(script.RunError, script.load_checkpoint, args, tmp_path)
+    assert path.name in message and "bytes instead of" in message
+
+
+@once("load_checkpoint")
+@pytest.mark.quick
+def test_files_among_the_checkpoints(script, tmp_path):
+    """Copies under other names are neither loaded nor removed."""
+    args = quick_args(script)
+    state = script.init_states(args)
+    own = {"best.npz", "000000001_good.npz"}
+    for update in range(1, 6):
+        script.save_checkpoint(tmp_path, state._replace(update=jnp.full(1, update)))
+        if update == 1:
+            for name in own:
+                shutil.copy(newest_checkpoint(tmp_path), tmp_path / "checkpoints" / name)
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == own | {f"{update:09d}.npz" for update in (3, 4, 5)}
+    assert np.asarray(script.load_checkpoint(args, tmp_path).update) == 5
+
+
 def middles_of_members(path):
     """Positions in an uncompressed archive at which the data of its arrays have their middles."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -1085,6 +1153,10 @@ def test_longer_run_equals_resumed_run(script, tmp_path):
         assert logged[tag] == expected[tag]
     summary = json.loads((short / "summary.json").read_text())
     assert summary["total_timesteps"] == summary["args"]["total_timesteps"] == steps
+    before = contents(short)
+    words = words_of(resume=short, total_timesteps=10 * batch_size)
+    assert f"{steps:,} steps already" in refusal(script.UsageError, script.main, words)
+    assert contents(short) == before
 
 
 @once("seed_keys")

@@ -133,6 +133,26 @@ def test_signals_in_turn(script):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@once("StopSignals")
+@pytest.mark.quick
+def test_handlers_that_are_not_pythons(script, monkeypatch):
+    """Where a program that embeds Python has set some, `signal.signal` returns None."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    set_handler = signal.signal
+
+    def forgetful(number, handler):
+        if handler is None:
+            raise TypeError
+        set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", forgetful)
+    with script.StopSignals():
+        pass
+    monkeypatch.undo()
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+        assert signal.signal(number, handler) == signal.SIG_DFL
+
+
 @each_text("main", lacking="make_pool")
 def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
     """SIGTERM during a video, before a checkpoint is due: there is one to resume from."""
