@@ -3123,8 +3123,9 @@ def ppo_loss(args, params, batch):
     `--no-clip-vloss` better. The entropy bonus keeps the policy from becoming certain before it has
     tried all actions.
 
-    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
-    log(num_actions), explained_variance that rises towards 1 (until all returns are the same).
+    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
+    that falls from log(num_actions), explained_variance that rises towards 1. Once the task is
+    solved, all but the last go towards 0; the last means little where all returns are the same.
     """
     rnn_state = jax.tree.map(lambda x: x[0], batch.rnn_state)
     dist, value, _ = forward(args, params, batch.inputs, rnn_state)
@@ -3819,11 +3820,10 @@ def create_run_folder(args):
         pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):  # runs that start in one second get numbers
             run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
-            if pathlib.Path(args.videos_dir, run_dir.name).exists():  # of a run in another folder
-                continue
-            with contextlib.suppress(FileExistsError):
-                run_dir.mkdir()
-                return run_dir
+            if not pathlib.Path(args.videos_dir, run_dir.name).exists():  # of another --runs-dir
+                with contextlib.suppress(FileExistsError):
+                    run_dir.mkdir()
+                    return run_dir
     except OSError as error:
         raise RunError(f"the folder of the run cannot be created: {error}") from error
 
@@ -3850,8 +3850,6 @@ def write_file(path, content):
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a full disk is not filled with it
-            temporary.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error}") from error
 
 
@@ -3930,19 +3928,17 @@ def save_checkpoint(run_dir, state, num_kept=3):
 
 def load_checkpoint(args, run_dir):
     """The newest checkpoint of a run as the placed `TrainState` of K agents; raises RunError."""
-    paths = checkpoints(run_dir)
-    if not paths:
+    path = max(checkpoints(run_dir), default=None)
+    if path is None:
         raise RunError(f"{run_dir} holds no checkpoint")
-    path = paths[-1]
     template = jax.eval_shape(functools.partial(init_states, args))
     expected = jax.eval_shape(flatten_state, template)
     try:
         with np.load(path, allow_pickle=False) as file:
             # A small file may unpack to what fills the memory.
             size = sum(member.file_size for member in file.zip.infolist())
-            most = sum(x.size * x.dtype.itemsize for x in expected.values())
-            if size > 10 * most + 2**26:
-                raise ValueError(f"{size:,} bytes instead of {most:,}")
+            if size > 2**26 + 10 * sum(x.size * x.dtype.itemsize for x in expected.values()):
+                raise ValueError(f"it unpacks to {size:,} bytes")
             saved = dict(file)  # reading checks the CRC
     except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
         message = f"{path} is damaged ({error}); remove it to go back to an older one"
@@ -4298,8 +4294,7 @@ def evaluate_run(args):
 def main(words=None):
     """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
     begin = PROCESS_START if words is None else time.time()
-    if sys.stdout is None:  # started with it closed
-        sys.stdout = open(os.devnull, "w")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
     args = parse_args(words)
     if args.list_envs:
         lines = []
@@ -4328,8 +4323,7 @@ def main(words=None):
     if args.resume is not None:
         state = load_checkpoint(args, args.resume)
         if state.update[0] > args.num_updates:
-            past = int(state.update[0]) * args.batch_size
-            raise UsageError(f"--total-timesteps: this run has done {past:,} steps already")
+            raise UsageError("--total-timesteps: this run has done more steps already")
         if is_finished(args, state):
             say(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
             return

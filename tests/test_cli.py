@@ -871,7 +871,7 @@ def test_small_file_of_much(script, tmp_path):
                 member.write(bytes(10**6))
     assert path.stat().st_size < 10**6
     message = refusal(script.RunError, script.load_checkpoint, args, tmp_path)
-    assert path.name in message and "bytes instead of" in message
+    assert path.name in message and "unpacks" in message
 
 
 @once("load_checkpoint")
@@ -1155,7 +1155,7 @@ def test_longer_run_equals_resumed_run(script, tmp_path):
     assert summary["total_timesteps"] == summary["args"]["total_timesteps"] == steps
     before = contents(short)
     words = words_of(resume=short, total_timesteps=10 * batch_size)
-    assert f"{steps:,} steps already" in refusal(script.UsageError, script.main, words)
+    assert "more steps already" in refusal(script.UsageError, script.main, words)
     assert contents(short) == before
 
 
