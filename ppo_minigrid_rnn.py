@@ -4178,8 +4178,7 @@ def parse_args(words=None):
 
     saved = without_processes(load_args(run_dir))
     if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        own = dict(num_devices=1, track=False, videos_dir=Args().videos_dir)
-        saved = dataclasses.replace(saved, **own)
+        saved = dataclasses.replace(saved, num_devices=1, track=False, videos_dir=Args().videos_dir)
     default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
     args = tyro.cli(Args, args=words, default=default)
     may_change = {"resume", "eval", "eval_episodes", "eval_mode", "videos_dir", "num_devices"}
