@@ -41,6 +41,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 # Tracing makes many objects: looking for cycles among them took 9% of the time of some tests.
 gc.set_threshold(100_000, 50, 50)
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -254,9 +255,10 @@ def run_of(folder):
     return run_dir
 
 
-def newest_checkpoint(run_dir):
-    """The checkpoint of the most updates."""
-    return max(run_dir.glob("checkpoints/*.npz"))
+def arrays_of(run_dir):
+    """{name: array} of a run's checkpoint."""
+    with np.load(run_dir / "checkpoint.npz") as file:
+        return dict(file)
 
 
 def contents(folder):
