@@ -845,7 +845,7 @@ def init_train_state(args, key):
         update=jnp.zeros((), jnp.int32),
     )
     # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
-    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
 def update(args, state):

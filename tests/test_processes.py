@@ -1,24 +1,12 @@
-"""Robustness: real processes that are killed, interrupted and resumed."""
+"""Runs that are stopped, by signals and by force, and go on."""
 
-import json
 import signal
 import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
-from conftest import (
-    QUICK,
-    each_text,
-    environment,
-    newest_checkpoint,
-    once,
-    run_main,
-    run_of,
-    scalars,
-    start,
-)
+from conftest import QUICK, arrays_of, environment, once, run_main, run_of, scalars, start
 
 
 @pytest.fixture(scope="session")
@@ -51,44 +39,38 @@ def test_stopped_and_resumed_run_ends_the_same(
 ):
     """Every array of the last checkpoint and every logged value but the SPS: bit for bit."""
     process = start(script, tmp_path, **long_options)
-    while not list(tmp_path.glob("runs/*/checkpoints/*.npz")):
+    while not list(tmp_path.glob("runs/*/checkpoint.npz")):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
     stdout, stderr = process.communicate()
     assert process.returncode == code, stdout + stderr
     run_dir = run_of(tmp_path)
-    assert newest_checkpoint(run_dir).name < newest_checkpoint(uninterrupted_run).name
+    expected = arrays_of(uninterrupted_run)
+    assert arrays_of(run_dir)["update"] < expected["update"]
     resume = f"--resume runs/{run_dir.name}"
     if number != signal.SIGKILL:
         assert resume in stdout and not stderr
-        summary = json.loads((run_dir / "summary.json").read_text())
-        assert summary["status"] == "interrupted" and "eval_return_mean" not in summary
-        batch_size = summary["num_envs"] * summary["num_steps"]
-        assert summary["total_timesteps"] == int(newest_checkpoint(run_dir).stem) * batch_size
+    assert not (run_dir / "summary.json").exists()
 
     program = [sys.executable, f"{script.__name__}.py", *resume.split()]
     result = subprocess.run(program, cwd=tmp_path, env=environment())
     assert result.returncode == 0 and run_of(tmp_path) == run_dir
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
-    ours, expected = (np.load(newest_checkpoint(run)) for run in (run_dir, uninterrupted_run))
-    with ours, expected:
-        assert ours.files == expected.files
-        for name in expected.files:
-            assert ours[name].dtype == expected[name].dtype
-            assert ours[name].tobytes() == expected[name].tobytes(), name
+    assert (run_dir / "summary.json").exists()
+    ours = arrays_of(run_dir)
+    assert ours.keys() == expected.keys()
+    for name, array in expected.items():
+        assert ours[name].dtype == array.dtype and ours[name].tobytes() == array.tobytes(), name
     logged, expected = scalars(run_dir), scalars(uninterrupted_run)
-    steps = {tag: [step for step, _ in events] for tag, events in logged.items()}
-    assert steps == {tag: [step for step, _ in events] for tag, events in expected.items()}
     del logged["charts/SPS"], expected["charts/SPS"]
     assert logged == expected
 
 
-@once("StopSignals")
+@once("remembered_signals")
 def test_second_interrupt_ends_at_once(script, tmp_path):
-    """All updates are one call of the device, for minutes; nobody waits for them twice."""
-    sizes = dict(num_envs=64, num_steps=128, total_timesteps=10**9, eval_episodes=1)
-    process = start(script, tmp_path, log_interval=10**5, checkpoint_interval=10**5, **sizes)
+    """An update of a minute: nobody waits for it twice."""
+    sizes = dict(num_envs=1024, num_steps=512, update_epochs=1000, eval_episodes=1)
+    process = start(script, tmp_path, total_timesteps=10**9, **sizes)
     while not list(tmp_path.glob("runs/*/*tfevents*")):  # opened just before training
         assert process.poll() is None
         time.sleep(0.1)
@@ -104,14 +86,14 @@ def test_second_interrupt_ends_at_once(script, tmp_path):
     assert not list(run_of(tmp_path).glob("summary.json"))
 
 
-@once("StopSignals")
+@once("remembered_signals")
 def test_interrupt_while_compiling_ends_at_once(script, tmp_path):
-    """Without a run folder, hence without a summary."""
+    """Without a run folder."""
     env = environment(1, flags="")  # takes seconds
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
     process = start(script, tmp_path, env=env, **QUICK[script.__name__])
     for line in process.stderr:
-        if "Compiling jit(train_chunk)" in line:
+        if "Compiling jit(mapped)" in line:
             break
     process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate()
@@ -119,54 +101,15 @@ def test_interrupt_while_compiling_ends_at_once(script, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@once("StopSignals")
+@once("remembered_signals")
 @pytest.mark.quick
 def test_signals_in_turn(script):
     """The first one is remembered; then, and after `with`, the handlers of before are in place."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with script.StopSignals() as signals:
-        assert not signals.received
+    with script.remembered_signals() as signals:
+        assert not signals
         signal.raise_signal(signal.SIGTERM)
-        assert signals.received == signal.SIGTERM
+        assert signals == [signal.SIGTERM]
         for number in (signal.SIGINT, signal.SIGTERM):
             assert signal.getsignal(number) is signal.SIG_DFL
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-@once("StopSignals")
-@pytest.mark.quick
-def test_handlers_that_are_not_pythons(script, monkeypatch):
-    """Where a program that embeds Python has set some, `signal.signal` returns None."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    set_handler = signal.signal
-
-    def forgetful(number, handler):
-        if handler is None:
-            raise TypeError
-        set_handler(number, handler)
-
-    monkeypatch.setattr(signal, "signal", forgetful)
-    with script.StopSignals():
-        pass
-    monkeypatch.undo()
-    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
-        assert signal.signal(number, handler) == signal.SIG_DFL
-
-
-@each_text("main", lacking="make_pool")
-def test_stopped_while_recording_a_video(script, tmp_path, monkeypatch, capsys):
-    """SIGTERM during a video, before a checkpoint is due: there is one to resume from."""
-    record_video = script.record_video
-
-    def stopping(*args):
-        signal.raise_signal(signal.SIGTERM)
-        return record_video(*args)
-
-    monkeypatch.setattr(script, "record_video", stopping)
-    options = dict(capture_video=True, video_interval=3, checkpoint_interval=100)
-    with pytest.raises(SystemExit) as exit:
-        run_main(script, tmp_path, **options)
-    run_dir = run_of(tmp_path)
-    assert exit.value.code == 143 and f'"--resume", {str(run_dir)!r}' in capsys.readouterr().out
-    _, state = script.load_run(run_dir)
-    assert (np.asarray(state.update) == 3).all()
