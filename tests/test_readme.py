@@ -47,22 +47,13 @@ def test_every_snippet_is_run():
 
 
 SOLVED = {  # words of the snippet: the lowest greedy return
-    "class Acrobot:": -100,
     "class Gymnax:": 500,
-    '"trunk":': 500,
     "class ActorCritic(nn.Module)": 500,
     "losses/ratio_max": 500,
-    "def symlog": 500,
     "class Pendulum:": -200,
-    "class Point:": -12,  # at rest in the corner it would be about -77
 }
 LEARNED = {"def t_maze_level": 0.95, "class ResetLSTM": 0.95}  # the lowest success rate
-OTHERS = [
-    "class Args(ppo.Args)",
-    "over_keys = jax.vmap",
-    "train_step = ppo.make_train_step",
-    "jax.debug_nans(True)",
-]
+OTHERS = ["class Args(ppo.Args)", "over_keys = jax.vmap", "jax.sharding.Mesh"]
 
 
 @pytest.mark.parametrize("words", SOLVED)
@@ -87,8 +78,7 @@ def test_snippet_learns_its_level(words, tmp_path):
 def test_new_flags(tmp_path):
     """They are parsed, used, saved and read again on resume."""
     run(snippet("class Args(ppo.Args)"), tmp_path, QUICK_COMPILATION)
-    args = summary_of(tmp_path)["args"]
-    assert (args["hidden"], args["advantage_scale"]) == ([32, 32], 0.5)
+    assert summary_of(tmp_path)["args"]["hidden"] == [32, 32]
     (run_dir,) = tmp_path.glob("runs/*")
     resume = f'ppo.main(["--resume", "{run_dir}"])\n'
     block = re.sub(r"ppo\.main\(.*\)\n", resume, snippet("class Args(ppo.Args)"))
@@ -102,28 +92,8 @@ def test_sweep(tmp_path):
     assert len(returns) == 4 and min(returns) == returns[0] and max(returns) > 300
 
 
-def test_loop(tmp_path):
-    """One agent, one update a call."""
-    block = snippet("train_step = ppo.make_train_step")
-    assert float(run(block, tmp_path, QUICK_COMPILATION)) > 300
-
-
-def test_where_a_nan_comes_from(tmp_path):
-    """The traceback names the function that makes it; without one there is no false alarm."""
-    bug = """
-print("healthy")
-ppo_loss = ppo.ppo_loss
-
-def diverging_loss(args, params, batch):
-    loss, metrics = ppo_loss(args, params, batch)
-    return jax.numpy.sqrt(-jax.numpy.exp(loss)), metrics
-
-ppo.ppo_loss = diverging_loss
-"""
-    block = snippet("jax.debug_nans(True)")
-    # As it is, then with a mistake. Hundreds of programs of one operation each are compiled.
-    result = outcome(block + bug + block, tmp_path, QUICK_COMPILATION)
-    assert result.stdout == "healthy\n", result.stderr
-    *_, last_call = (line for line in result.stderr.splitlines() if "<string>" in line)
-    assert last_call.endswith("in diverging_loss")
-    assert "FloatingPointError: invalid value (nan) encountered in sqrt" in result.stderr
+def test_seeds_over_devices(tmp_path):
+    """Eight seeds on four devices."""
+    flags = LIGHT_COMPILATION + " --xla_force_host_platform_device_count=4"
+    returns = re.findall(r"\d+\.\d*", run(snippet("jax.sharding.Mesh"), tmp_path, flags))
+    assert len(returns) == 8 and min(map(float, returns)) > 100
