@@ -589,8 +589,7 @@ def trajectory_values(args, env, params, trajectory):
     The successor of a step is the observation of the next one, unless the episode was truncated:
     then it is the last observation of that episode. (Where it terminated there is none, and
     `compute_gae` ignores what stands here.) An environment is truncated at most once in
-    `max_episode_steps` steps, so in a rollout that is not longer one more observation for each is
-    valued; in a longer one those of all successors.
+    `max_episode_steps` steps, so it is enough to value so many more of its observations.
     """
 
     def value_of(obs):  # [T, N, ...] -> [T, N], as one batch
@@ -598,16 +597,15 @@ def trajectory_values(args, env, params, trajectory):
         return forward(args, params, flat_obs)[1].reshape(-1, args.num_envs)
 
     value = value_of(trajectory.obs)
-    if args.num_steps > env.max_episode_steps:
-        return value, value_of(trajectory.next_obs)
     last_obs = jax.tree.map(lambda x: x[-1:], trajectory.next_obs)
     next_value = jnp.concatenate([value[1:], value_of(last_obs)])
 
-    step = trajectory.truncated.argmax(0)  # [N], 0 where no episode was truncated
-    truncated_obs = jax.tree.map(
-        lambda x: x[step, jnp.arange(args.num_envs)][None], trajectory.next_obs
-    )
-    return value, jnp.where(trajectory.truncated, value_of(truncated_obs), next_value)
+    # The W steps of each environment that were truncated or, where fewer were, any others.
+    most = math.ceil(args.num_steps / env.max_episode_steps)
+    _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
+    index = step.T, jnp.arange(args.num_envs)
+    truncated_obs = jax.tree.map(lambda x: x[index], trajectory.next_obs)  # [W, N, ...]
+    return value, next_value.at[index].set(value_of(truncated_obs))
 
 
 def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
@@ -1152,11 +1150,15 @@ def parse_args(words=None):
 
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles; JAX's environment variables win."""
-    if jax.config.jax_compilation_cache_dir is None:
-        folder = pathlib.Path.home() / ".cache" / "jax-ppo"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
+        if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+            entry.unlink(missing_ok=True)  # write no more entries beside it
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @contextlib.contextmanager

@@ -1,49 +1,37 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0",
+#     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0", "filelock>=3.16",
 #     "imageio[ffmpeg]>=2.37",
 # ]
 # ///
 """PPO with continuous actions, on cart-pole swing-up, in one file and one XLA program.
 
     python ppo_swingup_jax.py                            # swings the pole up and balances it
-    python ppo_swingup_jax.py --num-envs 1024            # wider, for one large GPU
+    python ppo_swingup_jax.py --num-envs 1024            # wider: more samples, larger minibatches
     python ppo_swingup_jax.py --num-seeds 8              # eight independent agents in one program
     python ppo_swingup_jax.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_swingup_jax.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
 With its default flags, in less than half a minute on two CPU cores, the greedy policy swings the
-pole up and balances it from more than 99% of the start states (mean of 10 seeds). Training
-truncates episodes after 100 steps, because new starts teach more than further balancing does, so
-charts/episodic_return is that of at most 100 steps. Evaluation plays episodes of the task's full
-500 steps, whose return is eval/episodic_return. Both are plain sums of rewards, not discounted, not
-scaled.
-
-With 1,024 environments, which by default means 5.9 million steps and 16 minibatches, three of three
-seeds succeed from at least 99.5% of the starts, on a CPU, and so they do with 16,384 environments
-and 94 million steps. On a GPU neither has run; for an H100 the former's compiled program predicts
-8.6 million steps per second (benchmarks/README.md).
-
-The setting of the notebook that this script replaces, for comparisons (it normalised advantages
-over the whole batch, did not bound the policy's mean, and took truncation for termination):
+pole up and balances it from more than 99% of the start states (mean of 10 seeds). With 1,024
+environments three of three seeds do so from at least 99.5%. Training truncates episodes after 100
+steps, because new starts teach more than further balancing does. Evaluation plays the task's full
+500 steps. The setting of the notebook that this script replaces:
 
     python ppo_swingup_jax.py --total-timesteps 1e8 --num-envs 1024 --num-steps 128 \
         --update-epochs 4 --num-minibatches 4 --learning-rate 1e-4 --gae-lambda 0.95 \
         --clip-coef 0.1 --max-grad-norm 1.0 --adam-eps 1e-8 --reward-scale 1 \
         --train-episode-steps 500
 
-An agent wants a policy pi(a|s) with a large return, the discounted sum of gamma^t r_t (logs and
-evaluations show the plain sum of rewards instead). A network, the actor, is the policy; another
-network or head, the critic, learns the value V(s), the return to expect from a state. The gradient
-of the expected return by the actor's parameters is the mean of the sum over steps of
-G_t grad log pi(a_t|s_t), G_t being the return from step t on (REINFORCE; a factor gamma^t is
-usually left out). To subtract V(s_t) from G_t changes nothing in that mean, and takes away much of
-its noise. G_t - V(s_t) estimates the advantage A(s, a), how much better than expected an action
-was: better actions become likelier and worse ones rarer, in proportion to A. Proximal policy
-optimisation (PPO, https://arxiv.org/abs/1707.06347) takes many such steps on the same samples,
-while it stops each sample from pushing the policy too far from the one that played. It repeats one
-update:
+An agent wants a policy pi(a|s) with a large return G, the discounted sum of rewards (logs show the
+plain sum). One network, the actor, is the policy; another, the critic, learns V(s), the return to
+expect from a state. The gradient of the expected return is the mean of G_t grad log pi(a_t|s_t);
+to subtract V(s_t) from G_t changes nothing in that mean and takes away much of its noise. What is
+left estimates the advantage A(s, a), how much better than expected an action is: better actions
+become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347) takes many such steps on
+the same samples, and a sample stops pushing once it has moved its own action far enough. It repeats
+one `update`:
 
     1. rollout            T steps in N environments with the current policy    B = T * N samples
     2. trajectory_values  what return did the critic expect from each state?   values V
@@ -52,53 +40,26 @@ update:
          ppo_loss           make better actions likelier; fit the critic       its gradient
          adam_update        a step against that gradient                       parameters
 
-`update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
-of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
-what follows is about running it: many agents and devices, evaluation, files, the command line,
-which calls `update` through `make_train_chunk`. `update` shows how the parts fit together. Skip at
-a first reading what is there for speed alone: `gpu_unroll`, `loss_gradient` (it is the gradient of
-`ppo_loss`), `random_permutation`, and all that `platform` and `sharding` stand for.
-XLA, JAX's compiler, turns several whole updates, environment included, into one program, so Python
-and the device meet once in `--log-interval` updates instead of once a step. Details follow
-https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+All above the banner "Running" is reinforcement learning, for one agent; what is below runs it.
+Details follow https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
-Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
-`jax.vmap(f)` maps f over a leading axis of its arguments, `jax.vmap(f, (0, None))` over that of the
-first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x (with
-`reverse` from the last one), that returns the last carry and all y, stacked; `jax.grad(f)` is the
-gradient of f by its first argument (by the second with `argnums=1`; with `has_aux` f returns
-something else too); `jax.tree.map` applies a function to all arrays of a tree, that is of nested
-tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other;
-`lax.cond(flag, f, g, *x)`, which calls f or g; `lax.while_loop`; and `eval_shape`, which tells
-shapes and runs nothing. Random numbers come from keys: each key is used once, and `split` makes new
-ones.
-
-Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
-minibatch, O observation size, A actions, E evaluation episodes of at most L steps, U updates.
+Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M samples of a minibatch,
+O observation size, A actions, E evaluation episodes, L longest episode, U updates.
 """
 
-import time
-
-PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
-
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
-import itertools
 import json
 import math
 import operator
 import os
 import pathlib
-import re
 import shlex
-import shutil
 import signal
 import sys
-import threading
+import time
 import warnings
 from typing import Annotated, Literal, NamedTuple
 
@@ -110,24 +71,18 @@ import tyro
 from PIL import Image, ImageDraw
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer import event_file_writer
-
-# A renamed copy logs under its own name, "ppo (1).py" as ppo__1_.
-SCRIPT = re.sub(r"[^\w.-]", "_", pathlib.Path(__file__).stem, flags=re.ASCII)
-DEVICES = "devices"  # the mesh axis over which agents or environments are spread
-
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 # ==================================================================================================
 # Args
 # ==================================================================================================
 
 
-def parse_count(text):
-    """A whole number in decimal notation: 500000, 500_000 or 5e5."""
-    number = float(text)
-    if not number.is_integer():
+def whole_number(text):
+    """The int that a text such as 500000, 500_000 or 5e5 stands for."""
+    if not float(text).is_integer():
         raise ValueError(f"{text} is not a whole number")
-    return int(number)
+    return int(float(text))
 
 
 Count = Annotated[
@@ -135,7 +90,7 @@ Count = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="INT",
-        instance_from_str=lambda words: parse_count(words[0]),
+        instance_from_str=lambda words: whole_number(words[0]),
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     ),
@@ -151,32 +106,26 @@ class Args:
     """seed of the first agent"""
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
-    num_devices: int = 1
-    """devices over which agents are spread or, if that does not divide --num-seeds, environments (a
-    CPU shows as N of them with XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
-    exp_name: str = SCRIPT
+    exp_name: str = pathlib.Path(globals().get("__file__", "ppo_swingup_jax")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: TensorBoard events, args.json, checkpoints, summary.json"""
+    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 10
-    """updates in one call of the device, at most; then Python logs each of them"""
+    """updates between two looks at the metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 1024
     """greedy episodes from each kind of start, each in an environment of its own"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: none but after the last update and for
-    videos"""
+    """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
-    """also record the policy during training, not only at its end"""
-    video_interval: int = 50
-    """updates between two videos"""
+    """also record a video at each evaluation during training"""
     resume: str | None = None
     """folder of a run to go on with; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video, nothing else"""
+    """folder of a run to evaluate; writes its eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -184,36 +133,31 @@ class Args:
 
     # Environment
     env_id: Literal["CartPoleSwingUp-v0"] = "CartPoleSwingUp-v0"
-    """the only environment of this script, part of the run's name; see make_env"""
+    """the only environment of this script; see make_env"""
     start: Literal["random", "hanging"] = "random"
-    """where the pole is when a training episode begins: anywhere on the circle (random) or straight
-    down (hanging)"""
+    """where training episodes begin: the pole anywhere on the circle, or straight down"""
     train_episode_steps: int = 100
-    """steps after which a training episode is truncated, at most the environment's own 500, which
-    evaluation plays: new starts teach more than further balancing does"""
+    """steps after which training truncates an episode; evaluation plays 500"""
     num_envs: int = 128
     """parallel environments of each agent"""
 
     # Algorithm
     total_timesteps: Count | None = None
-    """environment steps of each agent, rounded down to whole updates; by default two million or, if
-    that is more, the steps of 45 updates"""
+    """environment steps of each agent; by default two million, or 45 updates if that is more"""
     num_steps: int = 128
     """steps per environment and update"""
     learning_rate: float = 1e-3
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
-    """decay the learning rate linearly; it would be zero after the last update"""
+    """decay the learning rate linearly to zero"""
     reward_scale: float = 0.02
-    """factor on the rewards that the learner sees, which keeps values small; reported returns are
-    never scaled"""
+    """factor on the rewards that the learner sees; reported returns are not scaled"""
     gamma: float = 0.995
     """discount"""
     gae_lambda: float = 0.98
     """lambda of generalised advantage estimation"""
     num_minibatches: int | None = None
-    """minibatches per epoch; by default as many, up to 16, as leave at least 2,048 samples in each:
-    with many environments they are larger instead, as fast devices need them"""
+    """minibatches per epoch; by default up to 16 of at least 2,048 samples"""
     update_epochs: int = 6
     """passes over the batch per update"""
     norm_adv: bool = True
@@ -229,7 +173,7 @@ class Args:
     max_grad_norm: float = 5.0
     """gradients are scaled down to this global norm"""
     target_kl: float | None = None
-    """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
+    """stop an update at the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -250,7 +194,7 @@ class Args:
 
     @property
     def num_updates(self) -> int:
-        """Updates of the whole run."""
+        """Updates of the whole run, U."""
         return self.total_timesteps // self.batch_size
 
 
@@ -286,18 +230,10 @@ class CartPoleSwingUp:
     | success     | 500 steps on the track, nearly upright in each of the last 100             |
 
     An environment of your own needs `reset`, `step`, `observe`, `action_size` and
-    `max_episode_steps`. States and observations may have any structure, shapes and types (the agent
-    below takes arrays; others need another `init_agent` and `forward`). `step` gets the raw sample
-    [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. `terminated` is a
-    bool. Neither time limit nor reset belong inside: `rollout` takes care of both. It draws a start
-    state for every step, all at once, and keeps every observation, and an evaluation keeps every
-    state: large ones, or a slow `reset`, may ask for fewer `--num-envs` and `--eval-episodes`. An
-    environment may also have
-
-    - `render(state)`: then there are videos, in real time if it has `tau`, its seconds per step;
-    - `succeeded(states)`: then there are success rates;
-    - `start`, `starts`, `with_start(start)` and `panels`: then an evaluation plays every kind of
-      start, and a video shows the episodes of `panels` side by side; see `evaluation_plan`.
+    `max_episode_steps`. States are trees of arrays, `terminated` is a bool. `step` gets the raw
+    sample [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. Neither time
+    limit nor reset do: `rollout` takes care of both. It may also have `render` and `tau` for
+    videos, `succeeded` for success rates, and `evaluations` for several kinds of start.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -311,8 +247,6 @@ class CartPoleSwingUp:
     action_size: int = 1
     max_episode_steps: int = 500
     start: str = "random"
-    starts: tuple = ("random", "hanging")
-    panels: tuple = (("random", 0), ("hanging", 0), ("random", 1))  # (start, episode) each
 
     def reset(self, key):
         """A start state, drawn with a PRNG key."""
@@ -343,9 +277,7 @@ class CartPoleSwingUp:
             theta_acc  = (g sin(theta) - cos(theta) push) / (l (4/3 - m cos(theta)^2 / M))
             x_acc      = push - m l theta_acc cos(theta) / M
 
-        Explicit Euler integrates them: new = old + tau * derivative, every derivative taken at the
-        old state, so that positions advance with the old velocities.
-
+        Explicit Euler steps integrate them: positions advance with the velocities before the step.
         `key` is for environments with random transitions; this one has none.
         """
         x, x_dot, theta, theta_dot = state
@@ -400,9 +332,11 @@ class CartPoleSwingUp:
         position, velocity = x / self.x_limit, x_dot / 2
         return jnp.stack([position, velocity, jnp.cos(theta), jnp.sin(theta), theta_dot / 3])
 
-    def with_start(self, start):
-        """The same environment with another kind of start."""
-        return dataclasses.replace(self, start=start)
+    def evaluations(self):
+        """{kind of start: the whole task with it}; that of training comes first."""
+        starts = sorted(("random", "hanging"), key=lambda start: start != self.start)
+        task = dataclasses.replace(self, max_episode_steps=500)
+        return {start: dataclasses.replace(task, start=start) for start in starts}
 
     def succeeded(self, states):
         """Success [] of one episode's states [L + 1], which repeat the last one after its end."""
@@ -414,10 +348,10 @@ class CartPoleSwingUp:
         x, theta = float(state.x), float(state.theta)
         length = 2 * self.half_length
         scale = width / (2.2 * (self.x_limit + length))  # pixels per metre
-        center_x, axle_y = width / 2, height / 2
-        axle_x, track = center_x + x * scale, self.x_limit * scale
+        axle_x, axle_y = width / 2 + x * scale, height / 2
         tip_x = axle_x + length * scale * math.sin(theta)
         tip_y = axle_y - length * scale * math.cos(theta)
+        track = self.x_limit * scale
 
         def box(half_width, half_height):  # around the axle, in metres
             w, h = half_width * scale, half_height * scale
@@ -425,7 +359,7 @@ class CartPoleSwingUp:
 
         image = Image.new("RGB", (width, height), "white")
         draw = ImageDraw.Draw(image)
-        draw.line([center_x - track, axle_y, center_x + track, axle_y], fill="black")
+        draw.line([width / 2 - track, axle_y, width / 2 + track, axle_y], fill="black")
         draw.rectangle(box(0.2, 0.12), fill=(40, 40, 40))
         pole = [axle_x, axle_y, tip_x, tip_y]
         draw.line(pole, fill=(204, 153, 102), width=max(2, round(0.08 * scale)))
@@ -434,45 +368,13 @@ class CartPoleSwingUp:
 
 
 def make_env(args):
-    """The environment; nothing else names it or its state, but for annotations and doctests.
+    """The environment of training; the only place that names it.
 
-    For another one, mind the defaults that suit this one. `train_episode_steps` cuts an episode
-    even if it is far from over: right only where `reset` starts all over the state space, else make
-    it `max_episode_steps`. With `reward_scale` values should stay below ten or so: they reach
-    reward_scale * largest reward / (1 - gamma). `start` is a flag of this environment.
-
-    Called several times, also while JAX traces: it must be the same each time, and one that takes
-    long to make, or holds arrays, is made beforehand.
+    A limit of 100 steps is right only where `reset` starts all over the state space. With
+    `reward_scale` values should stay below ten or so: they reach reward_scale * largest reward /
+    (1 - gamma).
     """
-    return CartPoleSwingUp(start=args.start)
-
-
-class TimeLimit:
-    """An environment that is truncated after `steps` at the latest, else as it is.
-
-    >>> TimeLimit(CartPoleSwingUp(), 100).max_episode_steps
-    100
-    >>> TimeLimit(CartPoleSwingUp(), 1000).max_episode_steps
-    500
-    """
-
-    def __init__(self, env, steps):
-        self.env = env
-        self.max_episode_steps = min(steps, env.max_episode_steps)
-
-    def __getattr__(self, name):  # everything else
-        return getattr(self.env, name)
-
-
-def evaluation_plan(env):
-    """What an evaluation plays and a video shows, for any environment.
-
-    Returns ({kind of start: environment with it}, the kind that `env` has itself, (kind of start,
-    number of the episode) for each picture of the video).
-    """
-    if not hasattr(env, "starts"):
-        return {"default": env}, "default", (("default", 0),)
-    return {start: env.with_start(start) for start in env.starts}, env.start, env.panels
+    return CartPoleSwingUp(start=args.start, max_episode_steps=args.train_episode_steps)
 
 
 # ==================================================================================================
@@ -489,19 +391,9 @@ class Gaussian(NamedTuple):
         p(a)     = prod_i exp(-((a_i - mu_i) / sigma_i)^2 / 2) / (sigma_i sqrt(2 pi))
         log p(a) = -sum_i [((a_i - mu_i) / sigma_i)^2 / 2 + log(sigma_i) + log(2 pi) / 2]
 
-    Samples have no bounds, while the environment clips what it executes to [-1, 1]. Log-
-    probabilities are nevertheless those of the raw sample: clipping belongs to the environment,
-    whose workings the agent does not know anyway, so the policy gradient stays exact. Clipped
-    actions would need another formula: all samples beyond a bound become one action, which has a
-    probability, not a density.
-
-    Another distribution needs the same methods, and is a NamedTuple of arrays that all have the
-    batch axis in front (constants are better kept outside). Its `log_prob` must be finite at every
-    sample, also at one that was rounded to a bound, as those of tanh or of Beta may be. `entropy`
-    has no key: without a formula integrate numerically (`np.polynomial.hermite_e.hermegauss`). The
-    entropy below is wrong for a squashed Gaussian, and -log_prob of an action that was taken before
-    has no gradient on average. Simpler is to squash in `env.step`, as here it clips: then this
-    Gaussian stays right.
+    Samples have no bounds, while the environment clips what it executes. Log-probabilities are
+    those of the raw sample: clipping belongs to the environment, whose workings the agent does not
+    know anyway, so the policy gradient stays exact.
 
     At the means, with deviations 1 and 2: -log(1) - log(2) - log(2 pi) = -2.531.
 
@@ -542,17 +434,16 @@ class Gaussian(NamedTuple):
 def init_mlp(key, sizes, head_gain):
     """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron with these sizes.
 
-    An orthogonal matrix keeps the lengths of the vectors that pass through it, so that signals and
+    An orthogonal matrix keeps the lengths of the vectors that pass through it, so signals and
     gradients neither vanish nor explode with depth. The gain sqrt(2) is derived for relu, which
     halves a signal's power; with tanh it is a convention that works. The gain of the head sets
     where learning begins: 0.01 gives nearly the same policy in all states.
     """
     layers = []
     for i, layer_key in enumerate(jax.random.split(key, len(sizes) - 1)):
-        is_head = i == len(sizes) - 2
-        initializer = jax.nn.initializers.orthogonal(head_gain if is_head else math.sqrt(2))
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
-        # initializer of your own that is orthogonal, flax's too, needs the same.
+        gain = head_gain if i == len(sizes) - 2 else math.sqrt(2)
+        initializer = jax.nn.initializers.orthogonal(gain)
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
         draw = jax.custom_batching.sequential_vmap(
             functools.partial(initializer, shape=(sizes[i + 1], sizes[i]))
         )
@@ -574,12 +465,12 @@ def mlp(layers, x):
 def init_agent(args, key, env):
     """Parameters: {"actor": layers, "critic": layers, "spread": [A], see `bounded_log_std`}.
 
-    `args` is for networks with flags. Every leaf is a float array that `adam_update` trains.
-
     Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
-    features of the policy. Their gradients meet in one place only, the common norm (`adam_update`).
+    features of the policy.
     """
-    obs = jax.eval_shape(lambda: env.observe(env.reset(jax.random.key(0))))  # runs nothing
+    obs = jax.eval_shape(
+        lambda: env.observe(env.reset(jax.random.key(0)))
+    )  # its shape; runs nothing
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -593,10 +484,9 @@ def init_agent(args, key, env):
 def bounded_log_std(spread):
     """Logarithms of the actions' standard deviations, between -2 and 0.5, from unbounded numbers.
 
-    Of any shape: here parameters [A], but as well what a network computes, [M, A]. The limits keep
-    the policy from losing all its noise, and the noise from drowning what the mean does. A clipped
-    parameter would have no gradient beyond a limit, and could never come back; tanh has one on
-    both sides, though a small one far out (0.001 at 5), and slope 1 in the middle.
+    The limits keep the policy from losing all its noise, and the noise from drowning what the mean
+    does. A clipped parameter would have no gradient beyond a limit, and could never come back; tanh
+    has one everywhere, with slope 1 in the middle.
 
     >>> bounded_log_std(jnp.array([-9.0, 1.25 * math.atanh(0.2), 9.0])).round(2).tolist()
     [-2.0, -0.5, 0.5]
@@ -605,22 +495,9 @@ def bounded_log_std(spread):
 
 
 def forward(args, params, obs):
-    """The policy's distribution and the values [M] of a batch of observations [M, ...].
-
-    M is N in a rollout, T * N for its values, and that of a minibatch or of a part of one in the
-    loss: no sample may depend on the others. Outside of the network the batch is the first axis,
-    inside it is the last (see `mlp`).
-    """
-    obs_size = params["actor"][0]["w"].shape[1]
-    if obs.ndim == 0 or math.prod(obs.shape[1:]) != obs_size:
-        raise ValueError(
-            f"forward takes the parameters of one agent (without the axis K of `load_run`) and a "
-            f"batch of observations, [M, ...] with {obs_size} numbers in each (obs[None] is a "
-            f"batch of one), but got observations of shape {obs.shape}"
-        )
-    x = obs.reshape(len(obs), -1).astype(jnp.float32).T  # [O, M]
+    """The policy's distribution and the values [M] of a batch of observations [M, ...]."""
+    x = obs.reshape(len(obs), -1).astype(jnp.float32).T  # [O, M], see `mlp`
     # Far beyond [-1, 1] all samples would be clipped to one action, and noise would teach nothing.
-    # (A distribution that squashes its samples takes the mean without this tanh.)
     mean = jnp.tanh(mlp(params["actor"], x)).T  # [M, A]
     value = mlp(params["critic"], x)  # [1, M]
     # One deviation for all observations; with the batch axis, like every leaf of a distribution.
@@ -661,13 +538,10 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
         p = p - learning_rate * m_hat / (sqrt(v_hat) + eps)
 
     so the scale of a gradient does not matter, if it is well above eps: a parameter moves by about
-    the learning rate where its gradients agree from step to step, by less, the noisier they are,
-    and at the first step by exactly learning_rate * g / (|g| + eps). Gradients are scaled down
-    before, because a single huge one would otherwise fill m and, for longer, v. (Where the critic's
-    errors are large, as in CartPole at first, that happens to nearly all of them; Adam then takes
-    out what they have in common.)
+    the learning rate where its gradients agree from step to step, by less the noisier they are. The
+    norm is limited because a single huge gradient would otherwise fill m and, for longer, v.
 
-    Returns (params, state, norm of the gradients before they were scaled).
+    Returns (params, state, norm of the gradients before they were scaled []).
     """
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
     scale = jnp.minimum(1.0, args.max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
@@ -693,9 +567,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Returns are plain sums of rewards, not discounted. Logs show the mean, over environments, of the
-    last episode that each has finished. A mean over the episodes that end in one update would
-    favour short ones: more of them end. (So does this one until each environment has finished one.)
+    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
+    that each has finished: a mean over the episodes that end in one update would favour short ones.
     """
 
     running_return: jax.Array
@@ -705,14 +578,10 @@ class EpisodeStats(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front.
-
-    Every array has N in front, those of the distribution and of structured actions too.
-    """
+    """One step of N environments; a trajectory has an axis of T steps in front."""
 
     obs: jax.Array  # [N, ...]
     action: jax.Array  # [N, ...]
-    dist: Gaussian  # of the actions, for losses of your own; XLA drops what nothing reads
     log_prob: jax.Array  # [N], of the actions
     reward: jax.Array  # [N]
     # An episode that terminated has no future. One that the time limit truncated would have gone
@@ -727,7 +596,6 @@ class Batch(NamedTuple):
 
     obs: jax.Array  # [B, ...]
     action: jax.Array  # [B, ...]
-    dist: Gaussian  # the old policy's
     log_prob: jax.Array  # [B], the old policy's
     value: jax.Array  # [B], the old critic's
     advantage: jax.Array  # [B]
@@ -765,8 +633,7 @@ def select(mask, yes, no):
     """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
     def choose(yes, no):
-        per_array = mask.reshape(mask.shape + (1,) * (yes.ndim - 1))  # [N, 1, ...]
-        return jnp.where(per_array, yes, no)
+        return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - 1)), yes, no)
 
     return jax.tree.map(choose, yes, no)
 
@@ -780,18 +647,16 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
-def gpu_unroll(platform, steps):
+def gpu_unroll(steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
     A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too, and the
-    host, which drives such loops, has fewer turns to make.
+    small operations of a step. Within an iteration those of neighbouring steps merge too.
     """
-    is_gpu = platform in ("gpu", "cuda")  # "cuda": compiled for without having one
-    return steps if is_gpu else 1
+    return steps if jax.default_backend() == "gpu" else 1
 
 
-def rollout(args, env, params, env_state, stats, key, *, platform=None):
+def rollout(args, env, params, env_state, stats, key):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
@@ -828,7 +693,6 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
         transition = Transition(
             obs=obs,
             action=action,
-            dist=dist,
             log_prob=log_prob,
             reward=reward,
             terminated=terminated,
@@ -842,7 +706,7 @@ def rollout(args, env, params, env_state, stats, key, *, platform=None):
 
     inputs = action_keys, step_keys, start_states
     (env_state, stats), trajectory = jax.lax.scan(
-        env_step, (env_state, stats), inputs, unroll=gpu_unroll(platform, 8)
+        env_step, (env_state, stats), inputs, unroll=gpu_unroll(8)
     )
     return env_state, stats, trajectory
 
@@ -852,10 +716,8 @@ def trajectory_values(args, env, params, trajectory):
 
     The successor of a step is the observation of the next one, unless the episode was truncated:
     then it is the last observation of that episode. (Where it terminated there is none, and
-    `compute_gae` ignores what stands here.) The last step of the rollout has no next one; its
-    successor is valued, too. So `value_of(trajectory.next_obs)` would do for all, but take twice as
-    long. The time limit, all that truncates here, does so at most once in a window of
-    `max_episode_steps` steps, so it is enough to value one more observation in each window.
+    `compute_gae` ignores what stands here.) An environment is truncated at most once in
+    `max_episode_steps` steps, so it is enough to value so many more of its observations.
     """
 
     def value_of(obs):  # [T, N, ...] -> [T, N], as one batch
@@ -866,25 +728,15 @@ def trajectory_values(args, env, params, trajectory):
     last_obs = jax.tree.map(lambda x: x[-1:], trajectory.next_obs)
     next_value = jnp.concatenate([value[1:], value_of(last_obs)])
 
-    # --- In which step of each of the W windows was an environment truncated? ---
-    length = min(env.max_episode_steps, args.num_steps)
-    num_windows = math.ceil(args.num_steps / length)
-    padding = ((0, num_windows * length - args.num_steps), (0, 0))
-    truncated = jnp.pad(trajectory.truncated, padding).reshape(num_windows, length, args.num_envs)
-    step_in_window = truncated.argmax(1)  # [W, N], 0 where it was not
-    step = step_in_window + length * jnp.arange(num_windows)[:, None]
-
-    # --- Value those observations; `where` drops the values of those that were not truncated ---
-    # x[step[w, n], n] for each window w and environment n
-    pick = jax.vmap(lambda x, step: x[step], in_axes=1, out_axes=1)  # x [T, N, ...], step [W, N]
-    truncated_obs = jax.tree.map(lambda x: pick(x, step), trajectory.next_obs)
-    truncated_value = jnp.repeat(value_of(truncated_obs), length, axis=0)[: args.num_steps]
-    return value, jnp.where(trajectory.truncated, truncated_value, next_value)
+    # The W steps of each environment that were truncated or, where fewer were, any others.
+    most = math.ceil(args.num_steps / env.max_episode_steps)
+    _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
+    index = step.T, jnp.arange(args.num_envs)
+    truncated_obs = jax.tree.map(lambda x: x[index], trajectory.next_obs)  # [W, N, ...]
+    return value, next_value.at[index].set(value_of(truncated_obs))
 
 
-def compute_gae(
-    reward, value, next_value, terminated, truncated, gamma, gae_lambda, *, platform=None
-):
+def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -897,13 +749,13 @@ def compute_gae(
 
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
     noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or of the rollout, plus the discounted value of what comes after, minus V(s_t):
-    it trusts the critic as little as the samples allow, but has the noise of all those steps.
+    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
+    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
+    (gamma lambda)^l.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
-    truncation: A_T = 0, and the last delta holds V(s_T).
+    and counts. Neither lets the sum run on into the next episode.
 
     Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
     count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
@@ -931,94 +783,52 @@ def compute_gae(
         advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    start = jnp.zeros_like(delta[0])
-    unroll = gpu_unroll(platform, 16)
-    _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
+    start, inputs = jnp.zeros_like(delta[0]), (delta, decay)
+    _, advantage = jax.lax.scan(backwards, start, inputs, reverse=True, unroll=gpu_unroll(16))
     return advantage
 
 
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s) weights samples of the old policy so that they count as samples
+    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
     of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
-    samples of the old policy say little about one far from it. So the objective stops growing where
-    the ratio has moved by c in the direction that A asks for: there the minimum is the clipped
-    term, a constant with gradient zero, and the sample stops pushing. On the other side nothing is
-    clipped: a sample that went the wrong way is always pulled back.
+    the states are still those of the old policy, which say little about one far from it. So the
+    objective stops growing where the ratio has moved by c in the direction that A asks for: there
+    the minimum is the clipped term, a constant without gradient. A sample that went the wrong way
+    is always pulled back. Other samples may still push the ratio on: approx_kl tells how far.
 
     With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
 
     >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 1.25, 0.5]
-    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
-    ...     jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25
-    ... ).tolist()
+    >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
+    >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 0.0, 1.0]
 
     With A = -1 it is the other way round:
 
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
-    [-1.0, -1.5, -0.75]
-    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
-    ...     jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25
-    ... ).tolist()
+    >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
     [-1.0, -1.0, -0.0]
     """
     clipped_ratio = jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef)
     return jnp.minimum(ratio * advantage, clipped_ratio * advantage)
 
 
-class Mean(NamedTuple):
-    """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
-
-    value: jax.Array  # [], a number; a vector wants a tag for each component
-
-    def combine(self, where):
-        """The mean of several minibatches; `where` tells which of them took place."""
-        return Mean(self.value.mean(where=where))
-
-
-class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum; the greatest of all counts. For your own ones."""
-
-    value: jax.Array  # []
-
-    def combine(self, where):
-        """The maximum of several minibatches; `where` tells which of them took place."""
-        return Max(self.value.max(where=where, initial=-jnp.inf))
-
-
-def combine_metrics(metrics, where):
-    """{tag: `Mean` or `Max` of []} from those of several minibatches, of the shape of `where`.
-
-    Raises TypeError where a metric does not say how, ValueError where it is no plain number.
-    """
-    for tag, metric in metrics.items():
-        if not isinstance(metric, Mean | Max):
-            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
-        if metric.value.shape != where.shape:
-            raise ValueError(f"the metric {tag} of a minibatch must be a plain number")
-    return {tag: metric.combine(where) for tag, metric in metrics.items()}
-
-
 def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its samples (`loss_gradient` may call it in parts).
+    """The loss of a minibatch, a mean over its samples; returns (loss [], metrics {tag: []}).
 
-    Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
+    squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
+    errors counts, that of the value and that of the value held within clip_coef of the old one: a
+    value that has moved further than that towards its target, but not past it, has no gradient.
+    That slows the critic wherever values are large (here up to reward_scale * 2.5 / (1 - gamma) =
+    10), so it is off by default. The entropy bonus keeps the policy from becoming certain before it
+    has tried enough actions.
 
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
-    these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
-    larger of two errors counts, that of the value and that of the value held within clip_coef of
-    the old one. Once a value has moved further than that towards its target, the second one is
-    larger and has no gradient. That slows the critic wherever values are large (here up to
-    reward_scale * 2.5 / (1 - gamma) = 10), so it is off by default. The entropy bonus keeps the
-    policy from becoming certain before it has tried enough actions.
-
-    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy that falls slowly (it may
-    be negative), action_std too (from 0.6), explained_variance that rises towards 1.
+    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy
+    that falls slowly (it may be negative), action_std too (from 0.6), explained_variance that rises
+    towards 1.
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -1039,129 +849,98 @@ def ppo_loss(args, params, batch):
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     return loss, {
-        "losses/policy_loss": Mean(policy_loss),
-        "losses/value_loss": Mean(value_loss),
-        "losses/entropy": Mean(entropy),
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
         # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative; the other's tag, CleanRL's, calls it the older one.
-        "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
-        "losses/old_approx_kl": Mean(-log_ratio.mean()),
-        # On either side of the range; only those that went where A asks have no gradient.
-        "losses/clipfrac": Mean((jnp.abs(ratio - 1) > args.clip_coef).mean()),
-        "charts/action_std": Mean(dist.std().mean()),
+        # is less noisy and never negative.
+        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),
+        "losses/old_approx_kl": -log_ratio.mean(),
+        "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
+        "charts/action_std": dist.std().mean(),
     }
 
 
-def loss_gradient(args, params, batch, platform, sharding):
-    """(gradients of `ppo_loss`, metrics); on CPUs and TPUs large minibatches go block by block.
+def reduce_metrics(metrics):
+    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum."""
+    return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
-    A block is so small that its activations stay in the processor's cache (1.6 times as fast on a
-    CPU with 1,024 environments and 128 steps), or in the memory on a TPU's chip, if the minibatch
-    can be divided so. Blocks are of one size, and `ppo_loss` is a mean over samples, so the mean of
-    their gradients is that of the minibatch. (Of a function of a mean, say a hinge on the mean KL
-    divergence, it is not: what needs the whole minibatch belongs into `minibatch_step`.)
+
+def loss_gradient(args, params, batch):
+    """(gradients of `ppo_loss`, metrics); on a CPU large minibatches go in blocks of 4,096 samples.
+
+    The activations of a block stay in the processor's cache: 1.6 times as fast with 1,024
+    environments and 128 steps. As the loss is a mean over samples, the mean of the blocks'
+    gradients is that of the minibatch; what is not such a mean belongs into `minibatch_step`.
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
-    block_size = {"cpu": 4096, "tpu": 32_768}.get(platform)
-    size = len(batch.log_prob)
-    if block_size is None or size < 2 * block_size or sharding is not None:
+    size, block = len(batch.log_prob), 4096
+    if jax.default_backend() != "cpu" or size == block or size % block:
         return grad(args, params, batch)
-    num_blocks = max(n for n in range(1, size // block_size + 1) if size % n == 0)
-    blocks = jax.tree.map(lambda x: x.reshape(num_blocks, -1, *x.shape[1:]), batch)
+    blocks = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), batch)
     grads, metrics = jax.lax.map(lambda block: grad(args, params, block), blocks)
-    metrics = combine_metrics(metrics, np.ones(num_blocks, bool))
-    return jax.tree.map(lambda g: g.mean(0), grads), metrics
+    return jax.tree.map(lambda g: g.mean(0), grads), reduce_metrics(metrics)
 
 
 def random_permutation(key, n):
-    """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
+    """A pseudo-random permutation of range(n) [n], for speed: that of JAX sorts.
 
-    That one sorts, which took 40% of the time of training CartPole. Few numbers are ranked by
-    comparing all with all. For many there is a Feistel network: it is a bijection on the bits of
-    the index, whatever function mixes their halves. Where n is no power of two, indices that leave
-    the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
+    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
+    few bits some orders would come up too often.
     """
-    if n <= 256:  # with so few bits some orders would come up too often
-        draws = jax.random.bits(key, n, jnp.uint32)
-        index = np.arange(n)
-        is_less = draws < draws[:, None]
-        is_tied = (draws == draws[:, None]) & (index < index[:, None])
-        return (is_less | is_tied).sum(1, dtype=jnp.uint32)
-
-    bits = (n - 1).bit_length()
+    if n <= 256 or n & (n - 1):
+        return jax.random.permutation(key, n)
+    bits = n.bit_length() - 1
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
-    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
 
     def mix(half, round_key, width):  # the top bits of a multiplicative hash
         x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
         x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
         return (x ^ (x >> 13)) >> (32 - width)
 
-    def feistel(index):
-        left, right = index >> low, index & ((1 << low) - 1)
-        for left_key, right_key in round_keys:
-            left = left ^ mix(right, left_key, high)
-            right = right ^ mix(left, right_key, low)
-        return (left << low) | right
-
-    index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    if n == 1 << bits:
-        return index
-    return jax.lax.while_loop(
-        lambda index: (index >= n).any(),
-        lambda index: jnp.where(index < n, index, feistel(index)),
-        index,
-    )
+    index = jnp.arange(n, dtype=jnp.uint32)
+    left, right = index >> low, index & ((1 << low) - 1)
+    for left_key, right_key in jax.random.bits(key, (6, 2), jnp.uint32):
+        left = left ^ mix(right, left_key, high)
+        right = right ^ mix(left, right_key, low)
+    return (left << low) | right
 
 
-def update_epochs(args, params, opt_state, batch, learning_rate, key, platform, sharding):
-    """Passes over a batch of B samples in shuffled minibatches.
+def update_epochs(args, params, opt_state, batch, learning_rate, key):
+    """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
 
-    A scan over epochs of a scan over minibatches; `active` and `no_epoch` serve `target_kl` alone.
-    `platform` and `sharding` are explained at `update`.
+    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
     def minibatch_step(carry, minibatch):  # of [M, ...]
-        params, opt_state = carry
-        if sharding is not None:  # each device takes its part of the samples
-            minibatch = jax.lax.with_sharding_constraint(minibatch, sharding)
+        params, opt_state, active = carry
         if args.norm_adv:
             advantage = minibatch.advantage - minibatch.advantage.mean()
             advantage = advantage / (minibatch.advantage.std() + 1e-8)
             minibatch = minibatch._replace(advantage=advantage)
-        grads, metrics = loss_gradient(args, params, minibatch, platform, sharding)
-        params, opt_state, norm = adam_update(args, grads, opt_state, params, learning_rate)
-        return (params, opt_state), {**metrics, "losses/grad_norm": Mean(norm)}
-
-    def one_epoch(params, opt_state, key):
-        order = random_permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
-        # Gathered at once: epochs take 4 to 9% less on a CPU than with a gather per minibatch.
-        # (With the smaller batches and networks of CartPole it is the other way round.)
-        minibatches = jax.tree.map(lambda x: x[order], batch)  # [num_minibatches, M, ...]
-        return jax.lax.scan(minibatch_step, (params, opt_state), minibatches)
-
-    def no_epoch(params, opt_state, key):
-        _, metrics = jax.eval_shape(one_epoch, params, opt_state, key)
-        return (params, opt_state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
+        grads, metrics = loss_gradient(args, params, minibatch)
+        stepped = adam_update(args, grads, opt_state, params, learning_rate)
+        metrics["losses/grad_norm"] = stepped[2]
+        if args.target_kl is None:
+            return (*stepped[:2], active), metrics
+        active &= metrics["losses/approx_kl"] <= args.target_kl
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(active, new, old), stepped[:2], (params, opt_state)
+        )
+        return (params, opt_state, active), metrics
 
     def epoch(carry, key):
-        params, opt_state, active = carry
-        if args.target_kl is None:
-            (params, opt_state), metrics = one_epoch(params, opt_state, key)
-            return (params, opt_state, active), (metrics, active)
-        (params, opt_state), metrics = jax.lax.cond(
-            active, one_epoch, no_epoch, params, opt_state, key
-        )
-        approx_kl = metrics["losses/approx_kl"].value.mean()
-        return (params, opt_state, active & (approx_kl <= args.target_kl)), (metrics, active)
+        order = random_permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
+        # Gathered at once: on a CPU epochs take 4 to 9% less than with a gather per minibatch.
+        minibatches = jax.tree.map(lambda x: x[order], batch)  # [num_minibatches, M, ...]
+        return jax.lax.scan(minibatch_step, carry, minibatches)
 
-    (params, opt_state, _), (metrics, active) = jax.lax.scan(
-        epoch, (params, opt_state, jnp.bool_(True)), jax.random.split(key, args.update_epochs)
-    )
-    took_place = jnp.broadcast_to(active[:, None], (args.update_epochs, args.num_minibatches))
-    metrics = combine_metrics(metrics, took_place)
-    return params, opt_state, {tag: metric.value for tag, metric in metrics.items()}
+    carry = params, opt_state, jnp.bool_(True)
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, keys)
+    return params, opt_state, reduce_metrics(metrics)
 
 
 # ==================================================================================================
@@ -1185,32 +964,26 @@ def init_train_state(args, key):
     env = make_env(args)
     agent_key, reset_key, key = jax.random.split(key, 3)
     params = init_agent(args, agent_key, env)
-    env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
     state = TrainState(
         params=params,
         opt_state=adam_init(params),
-        env_state=env_state,
+        env_state=jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs)),
         stats=init_episode_stats(args.num_envs),
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # For states of your own: a Python 0 in one is weakly typed, and `scan` would let a step make a
-    # float of it without a word.
+    # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
-def update(args, state, *, platform=None, sharding=None):
-    """One PPO update of one agent; returns (state, metrics {tag: []}).
-
-    `platform` ("cpu", "gpu", "tpu") picks what is faster there, `sharding` spreads the samples of a
-    minibatch over devices; without both it is plain JAX, for `jit` and `vmap` on any device.
-    """
-    env = TimeLimit(make_env(args), args.train_episode_steps)
+def update(args, state):
+    """One PPO update of one agent; returns (state, metrics {tag: []})."""
+    env = make_env(args)
     rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
 
     # --- Play ---
     env_state, stats, trajectory = rollout(
-        args, env, state.params, state.env_state, state.stats, rollout_key, platform=platform
+        args, env, state.params, state.env_state, state.stats, rollout_key
     )
 
     # --- Advantages ---
@@ -1223,7 +996,6 @@ def update(args, state, *, platform=None, sharding=None):
         trajectory.truncated,
         args.gamma,
         args.gae_lambda,
-        platform=platform,
     )
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
@@ -1231,7 +1003,6 @@ def update(args, state, *, platform=None, sharding=None):
     batch = Batch(
         obs=trajectory.obs,
         action=trajectory.action,
-        dist=trajectory.dist,
         log_prob=trajectory.log_prob,
         value=value,
         advantage=advantage,
@@ -1239,11 +1010,10 @@ def update(args, state, *, platform=None, sharding=None):
     )
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:
-        left = jnp.maximum(0.0, 1 - state.update / float(args.num_updates))  # 0 after the run
-        learning_rate = learning_rate * left
+    if args.anneal_lr:  # to 0 after the last update, and not below
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
     params, opt_state, metrics = update_epochs(
-        args, state.params, state.opt_state, batch, learning_rate, epochs_key, platform, sharding
+        args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
 
     metrics |= {
@@ -1274,200 +1044,31 @@ def train(args, key):
 
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
-    `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
-    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`: where it derives
-    a flag from others, `replace` keeps the old one. charts/episodic_return is -inf until an episode
-    has ended.
+    charts/episodic_return is -inf until an episode has ended.
     """
-    if args.num_updates < 1:
-        raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
     state = init_train_state(args, key)
     return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
 
 
-def make_train_step(args):
-    """Returns the jitted `train_step(state) -> (state, metrics)`: one update of one agent.
-
-        state = jax.jit(functools.partial(init_train_state, args))(key)
-        train_step = make_train_step(args)
-        state, metrics = train_step(state)
-
-    It donates its argument: the new state takes the memory of the old one, which is gone. After
-    `args.num_updates` calls an annealed learning rate is zero.
-    """
-    return jax.jit(functools.partial(update, args), donate_argnums=0)
-
-
 # ==================================================================================================
-# Seeds and devices: everything above is one agent, the rest of the file is about running it
+# Evaluation
 # ==================================================================================================
-
-
-def seed_keys(args):
-    """One PRNG key per agent, [K]."""
-    first = jnp.uint32(args.seed)
-    return jax.vmap(jax.random.key)(first + jnp.arange(args.num_seeds, dtype=jnp.uint32))
-
-
-def make_mesh(args):
-    """The first `num_devices` devices."""
-    return jax.sharding.Mesh(np.array(jax.local_devices()[: args.num_devices]), (DEVICES,))
-
-
-def spreads_agents(args):
-    """Whether devices have agents of their own; if not, they share each agent's environments."""
-    return args.num_seeds % args.num_devices == 0
-
-
-def place(args, state):
-    """A `TrainState` of K agents, spread over the mesh."""
-    return jax.device_put(state, state_shardings(args))
-
-
-def state_shardings(args):
-    """How a `TrainState` of K agents lies on the mesh; a prefix of its tree."""
-    mesh = make_mesh(args)
-    if spreads_agents(args):
-        return jax.NamedSharding(mesh, jax.P(DEVICES))
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
-    return TrainState(**fields | {"env_state": by_environment, "stats": by_environment})
-
-
-def over_agents(function, platform):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there. A
-    single agent is never batched, because `lax.cond` under vmap does the work of both branches.
-    """
-
-    def mapped(*trees):
-        num_agents = len(jax.tree.leaves(trees)[0])
-        if platform == "cpu" or num_agents == 1:
-            return jax.lax.map(lambda agent: function(*agent), trees)
-        return jax.vmap(function)(*trees)
-
-    return mapped
-
-
-def init_agents(args):
-    """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast.
-    options = {"xla_backend_optimization_level": 0}
-    if make_mesh(args).devices.flat[0].platform == "cpu":  # these take off another half or more
-        options["xla_cpu_use_fusion_emitters"] = False
-        options["xla_cpu_parallel_codegen_split_count"] = 1
-    init = jax.jit(functools.partial(init_states, args), compiler_options=options)
-    return place(args, init())
-
-
-def init_states(args):
-    """The `TrainState` of K agents before their first update, where JAX likes to put it."""
-    # One after the other, which compiles sooner than a batch of them.
-    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
-
-
-def make_train_chunk(args):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [rows, K]})`: n updates.
-
-    It takes the state of `init_agents` (or `place`) or of the chunk before, and donates it: the new
-    state takes the memory of the old one. Metrics have `chunk_size(args)` rows, the most that n may
-    be: those of the n updates come first, the rest is zero.
-    """
-    mesh = make_mesh(args)
-    platform = mesh.devices.flat[0].platform
-    sharding = None
-    if not spreads_agents(args):
-        sharding = jax.NamedSharding(mesh, jax.P(DEVICES))
-    update_agent = functools.partial(update, args, platform=platform, sharding=sharding)
-    update_agents = over_agents(update_agent, platform)
-    if spreads_agents(args) and args.num_devices > 1:
-        layout = dict(mesh=mesh, in_specs=jax.P(DEVICES), out_specs=jax.P(DEVICES))
-        update_agents = jax.shard_map(update_agents, **layout, check_vma=False)
-
-    # Inlined, it compiles to the same program, but is traced once for both of its uses below.
-    update_agents = jax.jit(update_agents, inline=True)
-
-    def train_chunk(state, num_updates):
-        def one_update(i, carry):
-            state, log = carry
-            state, metrics = update_agents(state)
-            return state, jax.tree.map(lambda rows, row: rows.at[i].set(row), log, metrics)
-
-        # The host chooses how many updates run; one program serves all.
-        _, metrics = jax.eval_shape(update_agents, state)
-        for tag, metric in metrics.items():
-            if getattr(metric, "shape", None) != (args.num_seeds,):  # a `Mean` has none
-                raise ValueError(f"the metric {tag} that `update` returns must be a plain number")
-        log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
-        return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
-
-    placed, everywhere = state_shardings(args), jax.NamedSharding(mesh, jax.P())
-    layout = dict(in_shardings=(placed, None), out_shardings=(placed, everywhere))
-    return jax.jit(train_chunk, donate_argnums=0, **layout)
-
-
-def chunk_size(args):
-    """The most updates in one call of the device."""
-    return min(args.log_interval, args.checkpoint_interval, args.num_updates)
-
-
-# ==================================================================================================
-# Evaluation and video
-# ==================================================================================================
-
-
-class Episodes(NamedTuple):
-    """Greedy episodes of one agent, E from one kind of start."""
-
-    episode_return: jax.Array  # [E]
-    episode_length: jax.Array  # [E]
-    states: SwingUpState  # of [L + 1, E]; after the end of an episode they repeat its last
 
 
 class Evaluation(NamedTuple):
-    """Episodes in fresh environments, and what it takes to draw some of them."""
+    """Greedy episodes in fresh environments, and what it takes to draw some of them."""
 
-    episode_return: jax.Array  # [E], from the training's own kind of start
+    episode_return: jax.Array  # [E], from training's own kind of start
     episode_length: jax.Array  # [E], likewise
-    success: dict  # {start: [E]} of every kind of start; {} if the environment has no `succeeded`
+    success: dict  # {kind of start: [E]}; empty if the environment has no `succeeded`
     panels: list  # (episode length [], states of [L + 1]) of each picture of a video
 
 
-def evaluate(args, params, key):
-    """Plays, for one agent, E greedy episodes from every kind of start: an `Evaluation`."""
-    envs, own_start, panels = evaluation_plan(make_env(args))
-    episodes = {}
-    for start, start_key in zip(envs, jax.random.split(key, len(envs))):
-        episodes[start] = play_episodes(args, envs[start], params, start_key)
-
-    success = {}
-    for start, env in envs.items():
-        if hasattr(env, "succeeded"):
-            success[start] = jax.vmap(env.succeeded, in_axes=1)(episodes[start].states)
-
-    shown = []
-    for start, index in panels:
-        index = min(index, args.eval_episodes - 1)
-        length = episodes[start].episode_length[index]
-        shown.append((length, states_of_episode(episodes[start].states, index)))
-
-    return Evaluation(
-        episode_return=episodes[own_start].episode_return,
-        episode_length=episodes[own_start].episode_length,
-        success=success,
-        panels=shown,
-    )
-
-
-def states_of_episode(states, index):
-    """Of [L + 1, E] states those of one episode, [L + 1]."""
-    return jax.tree.map(lambda x: x[:, index], states)
-
-
 def play_episodes(args, env, params, key):
-    """One greedy episode, with the most likely actions, in each of E fresh environments."""
+    """One greedy episode of one agent in each of E fresh environments.
+
+    Returns (returns [E], lengths [E], states of [L + 1, E]); an ended episode repeats its last one.
+    """
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
 
@@ -1476,7 +1077,7 @@ def play_episodes(args, env, params, key):
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
         keys = jax.random.split(key, args.eval_episodes)
         next_state, reward, terminated = jax.vmap(env.step)(keys, state, dist.mode())
-        state = select(running, next_state, state)  # what has ended stands still
+        state = select(running, next_state, state)
         return (state, running & ~terminated), (jnp.where(running, reward, 0), running, state)
 
     carry = start_state, jnp.ones(args.eval_episodes, bool)
@@ -1485,83 +1086,45 @@ def play_episodes(args, env, params, key):
     states = jax.tree.map(
         lambda start, later: jnp.concatenate([start[None], later]), start_state, states
     )
-    return Episodes(episode_return=reward.sum(0), episode_length=running.sum(0), states=states)
+    return reward.sum(0), running.sum(0), states
 
 
-def make_evaluate(args):
-    """Returns the jitted `evaluate_agents(params, keys)` of K agents: `Evaluation` of [K, ...]."""
-    platform = make_mesh(args).devices.flat[0].platform
-    return jax.jit(over_agents(functools.partial(evaluate, args), platform))
+def evaluate(args, params, key):
+    """E greedy episodes of one agent from each kind of start: an `Evaluation`.
 
-
-def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run.
-
-    Training splits the seeds' keys, too; that never gives what `fold_in` gives here.
-    """
-    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
-
-
-def summarize_evaluation(args, evaluation, finite):
-    """What summary.json and eval.json say of an evaluation of K agents.
-
-    Means over the agents with finite [K] parameters, and under "per_seed" those of every agent.
-    Raises RunError where there is none.
-    """
-    if not finite.any():
-        raise RunError("the parameters of all agents are NaN or infinite")
-    returns = np.asarray(evaluation.episode_return, float)  # [K, E]
-    lengths = np.asarray(evaluation.episode_length, float)
-    success = {start: np.asarray(x, float) for start, x in evaluation.success.items()}
-    return {
-        "eval_episodes": args.eval_episodes,
-        "eval_mode": "greedy",
-        "eval_return_mean": returns[finite].mean(),
-        "eval_return_std": returns[finite].std(),
-        "eval_return_ci95": bootstrap_interval(returns[finite].mean(1)),
-        "eval_length_mean": lengths[finite].mean(),
-        "success_rate": {start: x[finite].mean() for start, x in success.items()},
-        "per_seed": {
-            "eval_return_mean": returns.mean(1).tolist(),
-            "eval_return_std": returns.std(1).tolist(),
-            "eval_length_mean": lengths.mean(1).tolist(),
-            "success_rate": {start: x.mean(1).tolist() for start, x in success.items()},
-        },
-    }
-
-
-def bootstrap_interval(values, samples=10_000):
-    """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
-    if len(values) == 1:
-        return None
-    means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
-
-
-def finite_agents(params):
-    """Which agents have finite parameters, bool [K]."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    return np.all([np.isfinite(x).reshape(len(x), -1).all(1) for x in leaves], axis=0)
-
-
-def record_video(args, evaluation, folder, name):
-    """Writes episodes of the first agent, side by side, as an MP4 in real time.
-
-    Returns its path, None without `render`. An episode that is over shows its last state.
+    A video shows the first episode of each kind, and one more of the first kind.
     """
     env = make_env(args)
-    if not hasattr(env, "render"):
-        return None
-    panels = jax.tree.map(lambda x: x[0] if is_key(x) else np.asarray(x[0]), evaluation.panels)
-    longest = max(int(length) for length, _ in panels)
-    path = pathlib.Path(folder, f"{name}.mp4")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fps = max(1, round(1 / getattr(env, "tau", 1 / 30)))
+    envs = env.evaluations() if hasattr(env, "evaluations") else {"default": env}
+    played, success = [], {}
+    for (start, env), start_key in zip(envs.items(), jax.random.split(key, len(envs))):
+        returns, lengths, states = play_episodes(args, env, params, start_key)
+        played.append((returns, lengths, states))
+        if hasattr(env, "succeeded"):
+            success[start] = jax.vmap(env.succeeded, in_axes=1)(states)
+
+    def panel(played, episode):
+        _, lengths, states = played
+        return lengths[episode], jax.tree.map(lambda x: x[:, episode], states)
+
+    returns, lengths, _ = played[0]
+    panels = [panel(kind, 0) for kind in played] + [panel(played[0], -1)]
+    return Evaluation(returns, lengths, success=success, panels=panels)
+
+
+def record_video(args, evaluation, path):
+    """Writes episodes of the first seed of an `Evaluation` of [K, ...], side by side, as path.mp4.
+
+    In real time; an episode that is over shows its last state.
+    """
+    env = make_env(args)
+    panels = jax.device_get(jax.tree.map(lambda x: x[0], evaluation.panels))
+    path = path.with_suffix(".mp4")
     with warnings.catch_warnings():
         # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
         warnings.simplefilter("ignore", RuntimeWarning)
-        with imageio.get_writer(path, fps=fps, macro_block_size=2) as writer:
-            for t in range(longest + 1):
+        with imageio.get_writer(path, fps=round(1 / env.tau), macro_block_size=2) as writer:
+            for t in range(max(int(length) for length, _ in panels) + 1):
                 pictures = []
                 for _, states in panels:
                     picture = env.render(jax.tree.map(operator.itemgetter(t), states))
@@ -1571,101 +1134,66 @@ def record_video(args, evaluation, folder, name):
 
 
 # ==================================================================================================
-# Run folder
+# Running: everything above is one agent, the rest of the file is about training it from a shell
 # ==================================================================================================
 
 
-class UsageError(ValueError):
-    """Flags that cannot work; exit status 2."""
+class Problem(Exception):
+    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
 
 
-class RunError(Exception):
-    """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
+# --- Seeds ---
 
 
-def create_run_folder(args):
-    """Creates the folder of a new run; returns its path."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+def seed_keys(args):
+    """One PRNG key per seed, [K]."""
+    seeds = jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32)
+    return jax.vmap(jax.random.key)(seeds)
+
+
+def evaluation_keys(args):
+    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    # Training splits the seeds' keys; that never gives what `fold_in` gives here.
+    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
+
+
+def over_seeds(function):
+    """Maps a function of one agent over trees with a leading axis K.
+
+    On a CPU one agent after the other: products that are batched over agents are slower there.
+    """
+
+    def mapped(*trees):
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(lambda agent: function(*agent), trees)
+        return jax.vmap(function)(*trees)
+
+    return mapped
+
+
+# --- Files ---
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Turns what the disk refuses into a `Problem` that names the file."""
     try:
-        pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):  # runs that start in one second get numbers
-            run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
-            if not pathlib.Path(args.videos_dir, run_dir.name).exists():  # of another --runs-dir
-                with contextlib.suppress(FileExistsError):
-                    run_dir.mkdir()
-                    return run_dir
+        yield
     except OSError as error:
-        raise RunError(f"the folder of the run cannot be created: {error}") from error
-
-
-def create_video_folder(args, run_dir):
-    """Creates the folder for the videos of a run, unless it exists; returns its path."""
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    try:
-        video_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"the folder for videos cannot be created: {error}") from error
-    return video_dir
+        raise Problem(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_file(path, content):
-    """Writes bytes to a file that nobody sees half-written; raises RunError."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    """Writes bytes to a file that nobody sees half-written."""
+    with writing(path):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}") from error
-
-
-def to_json(content):
-    """The text of flags or results; a path, which a flag that you add may be, is a string there."""
-    return json.dumps(content, indent=2, default=os.fspath)
 
 
 def write_json(path, content):
-    """Writes JSON; numbers that are not finite become null. Raises RunError."""
-    content = json.loads(to_json(content), parse_constant=lambda _: None)
-    write_file(path, (to_json(content) + "\n").encode())
-
-
-def load_args(run_dir):
-    """The `Args` saved in a run's args.json; raises RunError.
-
-    They are turned into a command line and parsed like one, which checks the types of all.
-    """
-    try:
-        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
-        unknown = saved.keys() - vars(Args()).keys()  # tyro has flags of its own: one writes a file
-        if unknown:
-            raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
-        words = []
-        for name, value in saved.items():
-            if isinstance(value, list):  # a tuple; flags that you add may be one
-                words += [f"--{name}", *map(str, value)]
-            else:
-                words.append(f"--{name}={value}")
-        plain = [tyro.conf.FlagConversionOff]  # --name=True instead of --name
-        args = tyro.cli(Args, args=words, config=plain, console_outputs=False)
-        parsed = json.loads(to_json(vars(args)))
-        if parsed | saved != parsed:
-            raise ValueError("args.json has values of the wrong type")
-        check_args(args)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
-    except SystemExit as error:  # tyro's
-        raise RunError(f"{run_dir} is not a run of {SCRIPT}: args.json does not fit") from error
-    return args
-
-
-def leaf_name(path):
-    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """Writes a dict as JSON."""
+    write_file(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
 
 
 def is_key(leaf):
@@ -1673,491 +1201,408 @@ def is_key(leaf):
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def flatten_state(state):
-    """{name: plain array} of a state."""
+def leaf_name(path):
+    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_arrays(state):
+    """{name: plain array} of a tree."""
     leaves = jax.tree.leaves_with_path(state)
     return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
 
 
-def checkpoints(run_dir):
-    """The paths of a run's checkpoints, the newest last; files with other names are the user's."""
-    paths = pathlib.Path(run_dir, "checkpoints").glob("*.npz")
-    return sorted(path for path in paths if re.fullmatch("[0-9]{9,}", path.stem))
-
-
-def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz and removes all but the newest few; raises RunError."""
-    path = pathlib.Path(run_dir, "checkpoints", f"{int(state.update[0]):09d}.npz")
+def save_checkpoint(run_dir, state):
+    """Replaces the run's checkpoint.npz by one of this state."""
     buffer = io.BytesIO()
-    np.savez(buffer, **jax.device_get(flatten_state(state)))
-    write_file(path, buffer.getbuffer())
-    for old in checkpoints(run_dir)[:-num_kept]:
-        with contextlib.suppress(OSError):  # more files than needed do no harm
-            old.unlink()
+    np.savez(buffer, **jax.device_get(named_arrays(state)))
+    write_file(run_dir / "checkpoint.npz", buffer.getbuffer())
 
 
-def load_checkpoint(args, run_dir):
-    """The newest checkpoint of a run as the placed `TrainState` of K agents; raises RunError."""
-    path = max(checkpoints(run_dir), default=None)
-    if path is None:
-        raise RunError(f"{run_dir} holds no checkpoint")
-    template = jax.eval_shape(functools.partial(init_states, args))
-    expected = jax.eval_shape(flatten_state, template)
+def load_checkpoint(run_dir, like):
+    """The tree `like`, of shapes and types, with the arrays of a run's checkpoint.
+
+    `like` is a `TrainState` or has some of its fields, {"params": ...}; others are not read.
+    Raises `Problem` where the file is damaged or does not fit.
+    """
+    path = pathlib.Path(run_dir, "checkpoint.npz")
+    names = jax.eval_shape(named_arrays, like).keys()
     try:
-        with np.load(path, allow_pickle=False) as file:
-            # A small file may unpack to what fills the memory.
-            size = sum(member.file_size for member in file.zip.infolist())
-            if size > 2**26 + 10 * sum(x.size * x.dtype.itemsize for x in expected.values()):
-                raise ValueError(f"it unpacks to {size:,} bytes")
-            saved = dict(file)  # reading checks the CRC
+        with np.load(path, allow_pickle=False) as file:  # reading checks the CRC
+            saved = {name: file[name] for name in file if name in names}
     except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
-        message = f"{path} is damaged ({error}); remove it to go back to an older one"
-        raise RunError(message) from error
-    for name in saved.keys() & expected.keys():  # NumPy saves bfloat16 as bytes without a type
-        dtype = expected[name].dtype
-        if saved[name].dtype == np.dtype(f"V{dtype.itemsize}"):
-            saved[name] = saved[name].view(dtype)
-    for name in sorted(expected.keys() | saved.keys()):
-        have, want = (
-            f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
-            for arrays in (saved, expected)
-        )
-        if have != want:
-            message = f"{name} is {have}, expected: {want}"
-            raise RunError(f"{path} does not fit {SCRIPT} with these flags: {message}")
+        raise Problem(f"{path} cannot be read: {error}") from error
 
-    def restore(path, leaf):
-        array = saved[leaf_name(path)]
-        return jax.random.wrap_key_data(array) if is_key(leaf) else array
+    def restore(tree_path, leaf):
+        name = leaf_name(tree_path)
+        want = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        array = saved.get(name, np.zeros(0))
+        if (array.shape, array.dtype) != (want.shape, want.dtype):
+            have = f"{array.dtype} {array.shape}" if name in saved else "missing"
+            expected = f"{want.dtype} {want.shape}"
+            raise Problem(f"{path} does not fit: {name} is {have}, with these flags {expected}")
+        return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
 
-    return place(args, jax.tree.map_with_path(restore, template))
+    return jax.tree.map_with_path(restore, like)
+
+
+def load_params(args, run_dir):
+    """The parameters of a run's checkpoint; every array has a leading axis of K seeds."""
+    params = jax.eval_shape(functools.partial(init_states, args)).params
+    return load_checkpoint(run_dir, {"params": params})["params"]
 
 
 def load_run(run_dir):
-    """The (args, state) of a saved run, on one device; the state is that of K agents.
-
-    Raises RunError.
-    """
-    args = dataclasses.replace(load_args(run_dir), num_devices=1)
-    return args, load_checkpoint(args, run_dir)
+    """The (args, params) of a saved run, see `load_params`."""
+    args = load_args(run_dir)
+    return args, load_params(args, run_dir)
 
 
-def is_finished(args, state):
-    """Whether nothing of a resumed run is left to do, its final evaluation included."""
-    summary = pathlib.Path(args.resume, "summary.json")
-    if int(state.update[0]) < args.num_updates or not summary.is_file():
-        return False
-    return '"status": "finished"' in summary.read_text(errors="replace")
+def init_states(args):
+    """The `TrainState` of K agents before their first update."""
+    # One after the other, which compiles sooner than a batch of them.
+    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
 
 
-def say(line, **options):
-    """Prints a line at once; where nobody can read it any more, the run goes on."""
-    try:
-        print(line, flush=True, **options)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")
-
-
-class Logger:
-    """Writes metrics of K agents to TensorBoard (a run each) and the terminal; keeps the time."""
-
-    def __init__(self, args, run_dir, first_update):
-        self.args = args
-        self.first_update = first_update
-        self.finite = np.ones(args.num_seeds, bool)  # agents whose losses are finite
-        if args.track:
-            import wandb
-
-            wandb.tensorboard.patch(root_logdir=str(run_dir), save=False)  # sends what is written
-            name = run_dir.resolve().name
-            wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
-        folders = [run_dir]
-        if args.num_seeds > 1:
-            folders = [run_dir / f"seed_{args.seed + k}" for k in range(args.num_seeds)]
-        self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
-        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
-        table = "\n".join(["|flag|value|", "|-|-|", *rows])
-        for writer in self.writers:
-            self.add(writer, first_update, 0, summary=text_pb("hyperparameters", table))
-            # Readers drop what an interrupted run had logged after this step.
-            self.add(writer, first_update, 1, session_log={"status": "START"})
-        # Of training in this process, without pauses:
-        self.start = time.perf_counter()
-        self.seconds = 0.0
-        self.sps = None
-
-    def add(self, writer, update, offset, **content):
-        step = update * self.args.batch_size + offset
-        writer.add_event(Event(wall_time=time.time(), step=step, **content))
-
-    def write(self, update, metrics):
-        """Writes {tag: [K]} of an update; values that are not finite are left out."""
-        for k, writer in enumerate(self.writers):
-            values = {tag: value[k] for tag, value in metrics.items() if np.isfinite(value[k])}
-            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
-            self.add(writer, update, 0, summary={"value": entries})
-
-    def flush(self):
-        """Before a checkpoint: a killed run must not lose what comes before it."""
-        for writer in self.writers:
-            writer.flush()
-
-    def log_chunk(self, first, last, metrics):
-        """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
-
-        Raises RunError when no agent with finite losses is left.
-        """
-        jax.block_until_ready(metrics)
-        self.seconds = time.perf_counter() - self.start
-        steps = (last - self.first_update) * self.args.batch_size * self.args.num_seeds
-        self.sps = steps / self.seconds
-        metrics = {tag: np.asarray(value)[: last - first] for tag, value in metrics.items()}
-        for i in range(last - first):
-            self.write(first + 1 + i, {tag: value[i] for tag, value in metrics.items()})
-        self.write(last, {"charts/SPS": np.full(self.args.num_seeds, self.sps)})
-        self.flush()
-        self.check_losses(first, metrics["losses/grad_norm"])
-        self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
-
-    def print_progress(self, update, metrics):
-        """One line that is rewritten on a terminal, a new one each time elsewhere."""
-        mean = {tag: value[self.finite].mean() for tag, value in metrics.items()}
-        done = update / self.args.num_updates
-        steps_left = (self.args.num_updates - update) * self.args.batch_size * self.args.num_seeds
-        line = f"{update * self.args.batch_size:,} steps ({done:.0%})"
-        line += f", {steps_left / self.sps:.0f} s left, {self.sps:,.0f} SPS"
-        for tag in ("charts/episodic_return", "losses/policy_loss", "losses/value_loss"):
-            if np.isfinite(mean.get(tag, math.nan)):
-                name = tag.partition("/")[2].removeprefix("episodic_").replace("_", " ")
-                line += f", {name} {mean[tag]:.4g}"
-        if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            say(f"\r{line[:width]}\033[K", end="")
-        else:
-            say(line)
-
-    def check_losses(self, first, grad_norm):
-        """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
-        for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
-            self.finite[k] = False
-            update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
-            message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            if not self.finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
-            start = "\n" if sys.stdout.isatty() else ""  # not into the progress line
-            say(f"{start}error: {message}; the others go on", file=sys.stderr)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Stops the clock for what is not training."""
-        begin = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - begin
-
-    def close(self):
-        for writer in self.writers:
-            writer.close()
-        if self.args.track:
-            import wandb
-
-            wandb.finish()
-            wandb.tensorboard.unpatch()  # a second run of this process patches it again
-        if sys.stdout.isatty():
-            say("")
-
-
-# ==================================================================================================
-# Main
-# ==================================================================================================
+# --- Flags ---
 
 
 def check_args(args):
-    """Raises UsageError for flags that cannot work."""
+    """Raises `Problem` for flags that cannot work."""
+    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    for name in f"{positive} checkpoint_interval eval_episodes train_episode_steps".split():
+        if getattr(args, name) < 1:
+            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.seed <= 2**32 - args.num_seeds:
+        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    if args.batch_size % args.num_minibatches:
+        raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
+    if args.num_updates < 1:
+        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
 
-    def check(condition, message):
-        if not condition:
-            raise UsageError(message)
 
-    check(args.num_seeds >= 1, f"--num-seeds must be at least 1, not {args.num_seeds}")
-    check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
-    check(args.num_devices >= 1, f"--num-devices must be at least 1, not {args.num_devices}")
-    name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
-    check(name, "--exp-name must consist of letters, digits and ._-, the last two not first")
-    check(args.log_interval >= 1, "--log-interval must be at least 1")
-    check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
-    check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
-    check(args.eval_interval >= 0, "--eval-interval must be at least 0")
-    check(args.video_interval >= 1, "--video-interval must be at least 1")
-    check(args.train_episode_steps >= 1, "--train-episode-steps must be at least 1")
-    check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
-    check(args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}")
-    check(args.num_minibatches >= 1, "--num-minibatches must be at least 1")
-    check(args.update_epochs >= 1, "--update-epochs must be at least 1")
-    check(0 < args.learning_rate < math.inf, "--learning-rate must be positive")
-    check(0 < args.reward_scale < math.inf, "--reward-scale must be positive")
-    check(0 <= args.gamma <= 1, f"--gamma must lie in [0, 1], not be {args.gamma}")
-    check(0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not be {args.gae_lambda}")
-    check(0 <= args.clip_coef < math.inf, "--clip-coef must be at least 0")
-    check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
-    check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
-    check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
-    limited = args.target_kl is None or 0 <= args.target_kl < math.inf
-    check(limited, "--target-kl must be at least 0 and finite")
-    check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
-    divides = args.num_seeds % args.num_devices == 0 or args.num_envs % args.num_devices == 0
-    check(divides, f"--num-devices {args.num_devices} must divide --num-seeds or --num-envs")
-    size = args.batch_size
-    check(size % args.num_minibatches == 0, f"--num-minibatches must divide the batch, {size}")
-    check(args.num_updates >= 1, f"--total-timesteps must be at least a batch, {size} steps")
+def load_args(run_dir):
+    """The `Args` saved in a run's args.json; raises `Problem`."""
+    try:
+        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        args = Args(**saved)
+        check_args(args)
+    except (OSError, ValueError, AttributeError, TypeError, Problem) as error:
+        raise Problem(f"{run_dir} is not a run of this script: {error}") from error
+    return args
 
 
 def parse_args(words=None):
-    """The `Args` of a command line; those of a saved run are the defaults of --resume and --eval.
-
-    Raises UsageError, or RunError where the saved run cannot be read.
-    """
+    """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
-    run_dir = args.resume if args.resume is not None else args.eval
-    if run_dir is None:
-        check_args(args)
-        return args
-    if args.resume is not None and args.eval is not None:
-        raise UsageError("--resume and --eval exclude each other")
-
-    saved = load_args(run_dir)
-    if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        saved = dataclasses.replace(saved, num_devices=1, track=False, videos_dir=Args().videos_dir)
-    default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-    args = tyro.cli(Args, args=words, default=default)
-    may_change = {"resume", "eval", "eval_episodes", "videos_dir", "num_devices"}
-    if args.resume is not None:
-        may_change |= {"log_interval", "checkpoint_interval", "eval_interval"}
-        may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
-        if not args.anneal_lr:
-            may_change.add("total_timesteps")
-    for field in dataclasses.fields(args):
-        old, new = getattr(saved, field.name), getattr(args, field.name)
-        if new != old and field.name not in may_change:
-            flag = "--" + field.name.replace("_", "-")
-            message = f"{flag}: this run has {old}, which cannot become {new} here"
-            if field.name == "total_timesteps" and args.resume is not None:
-                message += " (only where the learning rate is not annealed)"
-            raise UsageError(message)
+    if args.resume is not None or args.eval is not None:
+        if args.resume is not None and args.eval is not None:
+            raise Problem("--resume and --eval exclude each other")
+        saved = load_args(args.resume or args.eval)
+        saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
+        args = tyro.cli(Args, args=words, default=saved)
+        for name, old in vars(saved).items():
+            if getattr(args, name) != old:
+                print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
+        if args.resume and (args.seed, args.batch_size) != (saved.seed, saved.batch_size):
+            raise Problem("--seed, --num-envs and --num-steps of a run cannot change")
     check_args(args)
     return args
 
 
 def use_compilation_cache():
-    """Lets a later process load the programs this one compiles, from the user's cache folder.
-
-    A folder that JAX was told already, by an environment variable too, wins. The name under which
-    JAX keeps a program depends on jaxlib's version and on what the processor can do.
-    """
+    """Lets a later process load the programs this one compiles; JAX's environment variables win."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    try:
-        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        folder = home / "single-file-jax-ppo"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return  # no home, or nothing may be written there: no cache, then
-    # JAX's own limit needs another package. A gigabyte; what was written first goes first.
-    with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
-        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
-        sizes = itertools.accumulate(status.st_size for status, _ in files)
-        for (_, path), size in zip(files, sizes):
-            if size > 2**30:
-                path.unlink(missing_ok=True)
+    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
+        if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+            entry.unlink(missing_ok=True)  # write no more entries beside it
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-class StopSignals:
-    """The first Ctrl-C or SIGTERM inside `with` is remembered, a second one ends the process."""
+@contextlib.contextmanager
+def remembered_signals():
+    """A list that receives the first Ctrl-C or SIGTERM; a second one ends the process.
 
-    def __init__(self):
-        self.received = None
+    An exception, as KeyboardInterrupt is one, could come while the state is being donated.
+    """
+    received, numbers = [], (signal.SIGINT, signal.SIGTERM)
 
-    def __enter__(self):
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # Python has handlers in its main thread only
-        # None where a handler is not Python's, which cannot put it back.
-        self.handlers = {n: signal.signal(n, self.receive) or signal.SIG_DFL for n in numbers}
-        return self
-
-    def receive(self, number, frame):
-        self.received = number
-        for n in (signal.SIGINT, signal.SIGTERM):
+    def remember(number, frame):
+        received.append(number)
+        for n in numbers:
             signal.signal(n, signal.SIG_DFL)
 
-    def __exit__(self, *exception):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+    handlers = [signal.signal(n, remember) for n in numbers]
+    try:
+        yield received
+    finally:
+        for n, handler in zip(numbers, handlers):
+            signal.signal(n, handler)
 
 
-def next_pause(args, done):
-    """The update after which the host has something to do again."""
-    intervals = [args.log_interval, args.checkpoint_interval]
-    if args.eval_interval:
-        intervals.append(args.eval_interval)
-    if args.capture_video:
-        intervals.append(args.video_interval)
-    return min(args.num_updates, *(done - done % interval + interval for interval in intervals))
+# --- Metrics ---
 
 
-def describe(summary):
+class Logger:
+    """Writes metrics of K seeds to TensorBoard, a run each, and a line of progress; keeps the time.
+
+    Metrics of an update wait in a queue until the log interval is over: to read them is to wait for
+    the device.
+    """
+
+    def __init__(self, args, run_dir, first_update):
+        self.args = args
+        self.first_update = first_update
+        self.queue = []  # (update, metrics {tag: [K]})
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds whose losses are not finite
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
+        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
+        table = "\n".join(["|flag|value|", "|-|-|", *rows])
+        self.files = []
+        for run in self.runs:
+            name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
+            path = pathlib.Path(run_dir, run, name)
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            self.files.append(file)
+            self.add(file, first_update, file_version="brain.Event:2")
+            self.add(file, first_update, summary=text_pb("hyperparameters", table))
+            # Readers drop what an interrupted run had logged after this update.
+            self.add(file, first_update, 1, session_log={"status": "START"})
+        self.start = time.perf_counter()  # later by every pause
+        self.seconds = self.sps = None  # of training in this process
+
+    def add(self, file, update, offset=0, **content):
+        step = update * self.args.batch_size + offset
+        event = Event(wall_time=time.time(), step=step, **content)
+        with writing(file.name):
+            RecordWriter(file).write(event.SerializeToString())
+
+    def write(self, update, metrics):
+        """Writes {tag: [K]} of an update; values that are not finite are left out."""
+        for k, (run, file) in enumerate(zip(self.runs, self.files)):
+            values = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
+            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
+            self.add(file, update, summary={"value": entries})
+            if self.args.track:
+                named = {run + tag: value for tag, value in values.items()}
+                sys.modules["wandb"].log(named, step=update * self.args.batch_size)
+
+    def log(self, update, metrics):
+        """Takes the metrics of an update, without waiting for it."""
+        self.queue.append((update, metrics))
+        if len(self.queue) >= self.args.log_interval:
+            self.flush()
+
+    def flush(self):
+        """Waits for the updates of the queue and writes their metrics."""
+        rows, self.queue = jax.device_get(self.queue), []
+        if not rows:
+            return
+        update, metrics = rows[-1]
+        self.seconds = time.perf_counter() - self.start
+        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
+        self.sps = steps / self.seconds
+        metrics["charts/SPS"] = np.full(self.args.num_seeds, self.sps)
+        for row in rows:
+            self.write(*row)
+        failed = ~np.isfinite(metrics["losses/grad_norm"])
+        for k in np.flatnonzero(failed & ~self.failed):
+            print(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+        self.failed = failed
+        self.print_progress(update, metrics["charts/episodic_return"])
+
+    def print_progress(self, update, returns):
+        """One line, which on a terminal the next one replaces."""
+        done, step = update / self.args.num_updates, update * self.args.batch_size
+        left = self.seconds * (self.args.num_updates - update) / (update - self.first_update)
+        line = f"{step:,} steps ({done:.0%}), {left:.0f} s left, {self.sps:,.0f} SPS"
+        if np.isfinite(returns).any():
+            line += f", return {returns[np.isfinite(returns)].mean():.4g}"
+        print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+    def close(self):
+        """Leaves the line of progress; closes the event files and the run of Weights & Biases."""
+        print(end="\n" if sys.stdout.isatty() else "", flush=True)
+        for file in self.files:
+            file.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()
+
+
+def start_tracking(args, run_dir):
+    """Begins or continues the run of Weights & Biases that `Logger` writes to."""
+    try:
+        import wandb
+
+        name = run_dir.resolve().name
+        wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+    except Exception as error:  # not installed, no login, no network
+        raise Problem(f"--track: {error}") from error
+
+
+# --- Results ---
+
+
+def evaluation_scores(evaluation):
+    """{name: [K]} of an `Evaluation` of [K, ...]."""
+    returns, lengths, success = jax.device_get(evaluation[:3])
+    return {
+        "eval_return_mean": returns.mean(1),
+        "eval_return_std": returns.std(1),
+        "eval_length_mean": lengths.mean(1),
+        **{f"eval_success_{start}": values.mean(1) for start, values in success.items()},
+    }
+
+
+def evaluation_summary(args, scores):
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
+    means = {name: float(values.mean()) for name, values in scores.items()}
+    per_seed = {name: values.tolist() for name, values in scores.items()}
+    return {"eval_episodes": args.eval_episodes, **means, "per_seed": per_seed}
+
+
+def describe(args, scores):
     """The result of an evaluation in a few words."""
-    score = f"greedy return {summary['eval_return_mean']:.1f}"
-    rates = [f"{rate:.1%} from {start} start" for start, rate in summary["success_rate"].items()]
-    success = ", success " + ", ".join(rates) if rates else ""
-    return f"{score} over {summary['eval_episodes']} episodes{success}"
+    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    return f"{args.eval_episodes} greedy episodes: {text}"
+
+
+def try_video(args, evaluation, path):
+    """Records a video; what goes wrong there is a warning, so that nothing depends on it."""
+    if not hasattr(make_env(args), "render"):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"video: {record_video(args, evaluation, path)}")
+    except Exception as error:
+        print(f"warning: no video: {error}", file=sys.stderr)
 
 
 def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
-    run_dir = pathlib.Path(args.eval)
-    state = load_checkpoint(args, run_dir)
-    video_dir = create_video_folder(args, run_dir)
-    evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
-    finite = finite_agents(state.params)
-    summary = summarize_evaluation(args, evaluation, finite)
-    summary["total_timesteps"] = int(state.update[0]) * args.batch_size
-    summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
-    say(describe(summary))  # before anything that the disk may refuse
-    write_json(run_dir / "eval.json", summary)
-    video = record_video(args, evaluation, video_dir, "eval")
-    if video:
-        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
+    run_dir = pathlib.Path(args.eval).resolve()
+    params = load_params(args, run_dir)
+    evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
+    evaluation = evaluate_seeds(params, evaluation_keys(args))
+    scores = evaluation_scores(evaluation)
+    print(describe(args, scores))
+    write_json(run_dir / "eval.json", evaluation_summary(args, scores))
+    try_video(args, evaluation, pathlib.Path(args.videos_dir, run_dir.name, "eval"))
+
+
+# --- Main ---
 
 
 def main(words=None):
-    """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
-    begin = PROCESS_START if words is None else time.time()
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
+    """Trains, goes on or evaluates as the command line says; raises `Problem`."""
+    begin = time.time()
     args = parse_args(words)
-    if args.track:
-        wandb = importlib.util.find_spec("wandb")
-        if wandb is None or wandb.origin is None:  # or a mere folder of that name
-            raise UsageError("--track needs wandb: pip install wandb")
-    if args.num_devices > jax.local_device_count():
-        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {jax.local_devices()}")
     use_compilation_cache()
     if args.eval is not None:
-        evaluate_run(args)
-        return
+        return evaluate_run(args)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.getpid()}"
+    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
-    # --- Start, or go on: XLA compiles training while Python does the rest ---
+    # --- Start, or go on ---
     start = time.perf_counter()
-    if args.resume is not None:
-        state = load_checkpoint(args, args.resume)
-        if state.update[0] > args.num_updates:
-            raise UsageError("--total-timesteps: this run has done more steps already")
-        if is_finished(args, state):
-            say(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
+    init = jax.jit(functools.partial(init_states, args))
+    if args.resume:
+        state = load_checkpoint(run_dir, jax.eval_shape(init))
+        if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+            print(f"{run_dir} is finished; to evaluate it again: --eval {run_dir}")
             return
-    shapes = jax.eval_shape(functools.partial(init_states, args))
-    lowered = make_train_chunk(args).lower(shapes, jnp.int32(1))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compilation = pool.submit(lowered.compile)
-        if args.resume is None:
-            state = init_agents(args)
-        evaluate_agents = make_evaluate(args)  # only traced: its errors show before training
-        jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
-        train_chunk = compilation.result()
+    if args.track:
+        start_tracking(args, run_dir)
+    if not args.resume:
+        state = init()
+    run_update = jax.jit(over_seeds(functools.partial(update, args)), donate_argnums=0)
+    run_evaluation = jax.jit(over_seeds(functools.partial(evaluate, args)))
+    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
+    if not jax.config.jax_disable_jit:  # with which people debug
+        run_update = run_update.lower(state).compile()
     compile_seconds = time.perf_counter() - start
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    flags = vars(dataclasses.replace(args, resume=None))
+    write_json(run_dir / "args.json", flags)
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
-    run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
-    video_dir = create_video_folder(args, run_dir)
-    flags = to_json(vars(dataclasses.replace(args, resume=None)))
-    write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
-    for name in ("summary.json", "eval.json"):  # of an earlier end
-        (run_dir / name).unlink(missing_ok=True)
-    say(f"{run_dir}: compiled in {compile_seconds:.1f} s")
-
-    # --- Train: while the device works on a chunk of updates, the host logs the one before ---
+    # --- Train ---
     done = int(state.update[0])
     logger = Logger(args, run_dir, done)
     with contextlib.closing(logger):
-        pending = None  # (first, last, metrics) of the chunk that is not logged yet
-        with StopSignals() as signals:
-            while done < args.num_updates and not signals.received:
-                first, done = done, next_pause(args, done)
-                state, metrics = train_chunk(state, jnp.int32(done - first))  # does not wait
-                if pending:
-                    logger.log_chunk(*pending)
-                pending = (first, done, metrics)
-
-                save_due = done % args.checkpoint_interval == 0
-                video_due = args.capture_video and done % args.video_interval == 0
-                eval_due = video_due or (args.eval_interval and done % args.eval_interval == 0)
-                if done == args.num_updates or not (save_due or eval_due):
-                    continue  # what is due at the end comes below
-                logger.log_chunk(*pending)  # waits for the device
-                pending = None
-                with logger.paused():
+        try:
+            with remembered_signals() as signals:
+                while done < args.num_updates and not signals and not logger.failed.all():
+                    state, metrics = run_update(state)  # does not wait for the device
+                    done += 1
+                    logger.log(done, metrics)
+                    save_due = done % args.checkpoint_interval == 0
+                    eval_due = args.eval_interval > 0 and done % args.eval_interval == 0
+                    if done == args.num_updates or not (save_due or eval_due):
+                        continue  # what is due at the end comes below
+                    logger.flush()
+                    pause = time.perf_counter()
                     if eval_due:
-                        evaluation = evaluate_agents(state.params, evaluation_keys(args))
-                        scores = np.asarray(evaluation.episode_return).mean(1)  # [K]
-                        logger.write(done, {"eval/episodic_return": scores})
-                        logger.flush()
-                    if save_due:  # after it nothing is repeated: all that is logged comes before
+                        evaluation = run_evaluation(state.params, evaluation_keys(args))
+                        score = evaluation_scores(evaluation)["eval_return_mean"]
+                        logger.write(done, {"eval/episodic_return": score})
+                    if eval_due and args.capture_video:
+                        step = done * args.batch_size
+                        try_video(args, evaluation, video_dir / f"step_{step}")
+                    if save_due and not logger.failed.all():
                         save_checkpoint(run_dir, state)
-                    if video_due:
-                        name = f"step_{done * args.batch_size}"
-                        record_video(args, evaluation, video_dir, name)
-            if pending:
-                logger.log_chunk(*pending)
+                    logger.start += time.perf_counter() - pause
+                logger.flush()
+        except Problem:  # an event file cannot be written, say on a full disk
             save_checkpoint(run_dir, state)
+            raise
+        if logger.failed.all():
+            raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")
+        save_checkpoint(run_dir, state)
+        if signals:
+            print(f"interrupted at update {done}; to go on: --resume {shlex.quote(str(run_dir))}")
+            sys.exit(128 + signals[0])
 
-        # --- Evaluate and sum up; the video comes last, so that nothing depends on it ---
-        finite = logger.finite & finite_agents(state.params)
-        device = make_mesh(args).devices.flat[0]
-        summary = {
-            "script": SCRIPT,
-            "status": "interrupted" if signals.received else "finished",
-            "env_id": args.env_id,
-            "seed": args.seed,
-            "num_seeds": args.num_seeds,
-            "num_devices": args.num_devices,
-            "num_envs": args.num_envs,
-            "num_steps": args.num_steps,
-            "total_timesteps": done * args.batch_size,
-            "failed_seeds": (args.seed + np.flatnonzero(~finite)).tolist(),
-            "sps": logger.sps,
-            "compile_seconds": compile_seconds,
-            "train_seconds": logger.seconds,
-            "backend": device.platform,
-            "device_kind": device.device_kind,
-            "jax_version": jax.__version__,
-            "args": vars(dataclasses.replace(args, resume=None)),
-        }
-        if not signals.received:
-            evaluation = evaluate_agents(state.params, evaluation_keys(args))
-            summary |= summarize_evaluation(args, evaluation, finite)
-            logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - begin
-        write_json(run_dir / "summary.json", summary)
-
-    if signals.received:
-        how = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
-        if words is not None:  # called from Python, perhaps with parts replaced
-            how = f'main(["--resume", {str(run_dir)!r}])'
-        say(f"interrupted at update {done}; to go on: {how}")
-        sys.exit(128 + signals.received)
-    video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
-    say(f"run: {run_dir}")
-    if video:
-        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
-    say(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
+        # --- Evaluate and sum up ---
+        evaluation = run_evaluation(state.params, evaluation_keys(args))
+        scores = evaluation_scores(evaluation)
+        logger.write(done, {"eval/episodic_return": scores["eval_return_mean"]})
+    summary = {
+        "args": flags,
+        "total_timesteps": done * args.batch_size,
+        "failed_seeds": (args.seed + np.flatnonzero(logger.failed)).tolist(),
+        **evaluation_summary(args, scores),
+        "sps": logger.sps,
+        "compile_seconds": compile_seconds,
+        "train_seconds": logger.seconds,
+        "wall_seconds": time.time() - begin,
+        "device": jax.devices()[0].device_kind,
+        "jax_version": jax.__version__,
+    }
+    write_json(run_dir / "summary.json", summary)
+    print(f"run: {run_dir}\n{describe(args, scores)}, {summary['wall_seconds']:.1f} s in all")
+    try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
 
 
 if __name__ == "__main__":
-    # Python notices Ctrl-C only when a compilation has ended; the system's own action is at once.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    words = None
+    if "ipykernel" in sys.modules:
+        words = []  # a notebook's cell has no command line
+    else:  # Python would notice Ctrl-C only when a compilation has ended
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        main()
-    except (UsageError, RunError) as error:  # errors of the code keep their traceback
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        main(words)
+    except Problem as problem:
+        sys.exit(f"error: {problem}")

@@ -264,7 +264,7 @@ def test_video_that_fails_is_a_warning(script, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert len(lines) == 3 and set(lines) == {"warning: no video: of my own"}
-    assert out.count("greedy episodes") == 2
+    assert out.count("return_mean") == 2
     assert SUMMARY_KEYS <= set(json.loads((run_dir / "summary.json").read_text()))
     assert (run_dir / "eval.json").exists() and arrays_of(run_dir)
 
@@ -387,6 +387,10 @@ def test_second_start_loads_programs(script, tmp_path):
         if folder == "first":
             before = files
     assert before and files == before
+    for path in (tmp_path / ".cache").rglob("*-atime"):  # as if it had been killed before these
+        path.unlink()
+    process = start(script, tmp_path / "again", 1, code=code, env=env, **options)
+    assert not process.communicate()[1]  # no warnings
     env["HOME"] = "/dev/null"
     finish(script, tmp_path / "third", 1, env=env, **options)
 
