@@ -142,7 +142,7 @@ def describe(paths):
         text = path.read_text()
         lines += len(code_lines(text))
         if path.name == OURS:  # what comes above this banner is reinforcement learning
-            rl_lines = len(code_lines(text.partition("# Seeds and devices")[0]))
+            rl_lines = len(code_lines(text.partition("\n# Running")[0]))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 packages |= {alias.name.split(".")[0] for alias in node.names}
