@@ -59,7 +59,7 @@ def test_update(script, platform, monkeypatch):
     jaxpr, text = lowered(update, states, platform=platform, monkeypatch=monkeypatch)
     names = [equation.primitive.name for equation in equations(jaxpr)]
     assert "scan" in names and "while" not in names
-    assert not [name for name in names if "sort" in name or "top_k" in name]
+    assert "sort" not in names and names.count("top_k") <= 1  # of a rollout's truncations
     assert not [name for name in names if "callback" in name or "infeed" in name]
     assert "f64" not in text and "stablehlo.while" in text
     del envs
