@@ -55,8 +55,8 @@ for program in programs:
     command = [sys.executable, "-c", code, str(FOLDER), *PROGRAMS]
     result = subprocess.run(command, env=environment(1), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    usages = {line.split()[1] for line in result.stdout.splitlines() if line.startswith("usage:")}
-    assert usages == {f"{program}.py" for program in PROGRAMS}
+    usages = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("usage:")]
+    assert [usage.split("/")[-1] for usage in usages] == [f"{name}.py" for name in PROGRAMS]
 
 
 # --------------------------------------------------------------------------------------------------
