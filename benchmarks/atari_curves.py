@@ -87,7 +87,7 @@ def read_run(run_dir):
         "timesteps": steps,
         "hours": hours,
         "resumed": processes - 1,
-        "status": summary.get("status", "not finished"),
+        "finished": bool(summary),
         "args": {name: x for name, x in args.items() if name not in ("runs_dir", "videos_dir")},
         **evaluation,
         "curve": "steps, hours, mean return of the last finished games",
@@ -152,7 +152,7 @@ def main():
     draw(list(runs.values()), choice.out.with_suffix(".png"))
     for name, run in runs.items():
         text = f"{name}: {run['timesteps']:,} steps, {run['hours']:.1f} hours"
-        text += f", resumed {run['resumed']} times, {run['status']}"
+        text += f", resumed {run['resumed']} times"
         if "eval_return_mean" in run:
             text += f", {run['eval_mode']} return {run['eval_return_mean']:.2f}"
         if run.get("human_normalized_score") is not None:

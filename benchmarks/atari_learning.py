@@ -36,16 +36,16 @@ def random_returns(words):
     args = script.parse_args(words)
     rng, num_actions = np.random.default_rng(0), script.count_actions(args)
 
-    def act(params, obs, keys, step):
+    def act(params, obs, step):
         return rng.integers(num_actions, size=obs.shape[:2], dtype=np.int32)
 
-    return script.evaluate(args, act, None, None).episode_return
+    return script.evaluate(args, act, None).episode_return
 
 
 def train(game, seed, words, folder):
     """Runs the script; returns its summary, seconds of the whole process, and the curve."""
     start = time.perf_counter()
-    command = [sys.executable, str(ROOT / f"{script.SCRIPT}.py"), *words]
+    command = [sys.executable, script.__file__, *words]
     command += ["--env-id", game, "--seed", str(seed)]
     subprocess.run(command, cwd=folder, check=True)
     seconds = time.perf_counter() - start
@@ -72,13 +72,13 @@ def main():
     words += [f"--eval-episodes={choice.episodes}", *flags]
     pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
     results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
-    keys = "seed total_timesteps eval_mode eval_protocol eval_return_mean eval_return_std sps"
+    keys = "total_timesteps eval_mode eval_protocol eval_return_mean eval_return_std sps"
     keys = [*keys.split(), "train_seconds"]
     for game in choice.games:
         random_play, runs = random_returns([*words, "--env-id", game]), []
         for seed in range(1, choice.seeds + 1):
             summary, seconds, curve = train(game, seed, words, choice.folder)
-            run = {key: summary[key] for key in keys}
+            run = {"seed": seed} | {key: summary[key] for key in keys}
             run["human_normalized_score"] = human_normalized(game, summary["eval_return_mean"])
             runs.append(run | {"process_seconds": seconds, "curve": curve})
             scores = random_play.mean(), summary["eval_return_mean"]
@@ -87,7 +87,7 @@ def main():
         results[game] = {
             "command": "python benchmarks/atari_learning.py " + " ".join(sys.argv[1:]),
             "date": datetime.date.today().isoformat(),
-            "device": f"{summary['device_kind']}, {platform.machine()}, {cores} cores",
+            "device": f"{summary['device']}, {platform.machine()}, {cores} cores",
             "versions": {"python": platform.python_version(), "jax": summary["jax_version"]},
             "random_return_mean": random_play.mean(),
             "random_return_std": random_play.std(),

@@ -21,7 +21,6 @@ first update, less what a later update takes. The result is written after every 
 """
 
 import argparse
-import ast
 import datetime
 import json
 import os
@@ -123,38 +122,9 @@ def make_environment(folder):
 
 def versions_of(python):
     """{package: version} of those PACKAGES that a Python has."""
-    code = f"""
-import contextlib, importlib.metadata as metadata, json
-versions = dict()
-for package in {PACKAGES}:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        versions[package] = metadata.version(package)
-print(json.dumps(versions))
-"""
-    output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(output.stdout)
-
-
-def describe(paths):
-    """What a reader meets in a program's files: lines of code, and the packages they need."""
-    lines, packages, rl_lines = 0, set(), 0
-    for path in paths:
-        text = path.read_text()
-        lines += len(code_lines(text))
-        if path.name == OURS:  # what comes above this banner is reinforcement learning
-            rl_lines = len(code_lines(text.partition("# Seeds and devices")[0]))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                packages |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                packages.add(node.module.split(".")[0])
-        if "torch.utils.tensorboard" in text:
-            packages.add("tensorboard")
-        if "NoFrameskip" in text:
-            packages.add("ale_py")
-    optional = {"wandb", "huggingface_hub", "cleanrl_utils", "stable_baselines3"}
-    packages = sorted(packages - sys.stdlib_module_names - optional)
-    return {"code_lines": lines, "rl_code_lines": rl_lines or lines, "packages": packages}
+    command = [python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
+    output = subprocess.run(command, capture_output=True, text=True).stdout or "[]"
+    return {x["name"]: x["version"] for x in json.loads(output) if x["name"] in PACKAGES}
 
 
 def command_of(name, python, choice):
@@ -237,7 +207,11 @@ def main():
     git = ["git", "-C", str(choice.cleanrl), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     names = [name for name in (*CLEANRL, OURS) if any(part in name for part in choice.only)]
-    rows = {name: describe(command_of(name, python, choice)[1]) | {"rounds": []} for name in names}
+    rows = {}
+    for name in names:
+        _, files = command_of(name, python, choice)
+        code = sum(len(code_lines(path.read_text())) for path in files)
+        rows[name] = {"code_lines": code, "rounds": []}
     settings = ("game", "num_envs", "num_steps", "updates", "warmup")
     result = {
         "command": "python benchmarks/atari_styles.py --cleanrl FOLDER "
@@ -264,15 +238,12 @@ def main():
                 f"{measured['startup_seconds']:5.1f} s, {measured['peak_memory_mb']:6,.0f} MB",
                 flush=True,
             )
-    print("\n| program | SPS | start-up, s | memory, MB | code lines | packages |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("\n| program | SPS | start-up, s | memory, MB | code lines |")
+    print("| --- | --- | --- | --- | --- |")
     for name, row in rows.items():
-        lines = f"{row['code_lines']:,}"
-        if row["rl_code_lines"] < row["code_lines"]:
-            lines += f", {row['rl_code_lines']} of them RL"
         print(
             f"| `{name}` | {row['sps']:,.0f} | {row['startup_seconds']:.1f} "
-            f"| {row['peak_memory_mb']:,.0f} | {lines} | {', '.join(row['packages'])} |"
+            f"| {row['peak_memory_mb']:,.0f} | {row['code_lines']:,} |"
         )
 
 

@@ -1,8 +1,9 @@
-"""Code lines of each section of the scripts: no blank lines, comments or docstrings.
+"""Code lines of the scripts, section by section, and of tests and benchmarks.
 
-    python benchmarks/code_lines.py --against 96b6b48
+    python benchmarks/code_lines.py --against 5c746eb
 
-With a commit also those of the scripts as they were there.
+Code lines are those without blank lines, comments and docstrings. With a commit also the numbers of
+the files as they were there.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import tokenize
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDERS = ("", "tests/", "benchmarks/")
 IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
@@ -41,20 +43,42 @@ def sections(text):
     return counts
 
 
+def files_at(commit):
+    """{path: text} of the Python files of the repository, or of what it was at a commit."""
+    if commit is None:
+        paths = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.py")]
+        return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
+
+    def git(*words):
+        command = ["git", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    names = git("ls-tree", "--name-only", commit, *(folder for folder in FOLDERS if folder), "./")
+    names = [name for name in names.splitlines() if name.endswith(".py")]
+    return {name: git("show", f"{commit}:{name}") for name in sorted(names)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", help="also those of an earlier commit")
     choice = parser.parse_args()
-    for path in sorted(ROOT.glob("ppo_*.py")):
-        versions = {"now": path.read_text()}
-        if choice.against:
-            show = ["git", "show", f"{choice.against}:{path.name}"]
-            text = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-            versions[choice.against] = text
-        for version, text in versions.items():
-            counts = sections(text)
-            parts = ", ".join(f"{name} {count}" for name, count in counts.items())
-            print(f"{path.name} {version}: {sum(counts.values())} code lines ({parts})")
+    versions = {"now": files_at(None)}
+    if choice.against:
+        versions[choice.against] = files_at(choice.against)
+    for name in [name for name in versions["now"] if name.startswith("ppo_")]:
+        for version, files in versions.items():
+            if name in files:
+                counts = sections(files[name])
+                parts = ", ".join(f"{section} {count}" for section, count in counts.items())
+                print(f"{name} {version}: {sum(counts.values())} code lines ({parts})")
+    for group, start in {"scripts": "ppo_", "tests": "tests/", "benchmarks": "benchmarks/"}.items():
+        for version, files in versions.items():
+            texts = [text for name, text in files.items() if name.startswith(start)]
+            lines, code = (
+                sum(text.count("\n") for text in texts),
+                sum(len(code_lines(x)) for x in texts),
+            )
+            print(f"{group} {version}: {len(texts)} files, {lines} lines, {code} code lines")
 
 
 if __name__ == "__main__":

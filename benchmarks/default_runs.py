@@ -29,6 +29,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+SUCCESS = ("eval_success_random", "eval_success_hanging", "success_rate")  # where there are these
 
 
 def run_seed(script, seed, flags, folder, cache):
@@ -40,7 +41,10 @@ def run_seed(script, seed, flags, folder, cache):
     seconds = time.perf_counter() - start
     (run,) = (folder / "runs").glob(f"*__{seed}__*")
     events = EventAccumulator(str(run)).Reload().Scalars("charts/episodic_return")
-    summary = json.loads((run / "summary.json").read_text()) | {"process_seconds": seconds}
+    summary = json.loads((run / "summary.json").read_text()) | {
+        "process_seconds": seconds,
+        "seed": seed,
+    }
     return summary, [event.step for event in events], [event.value for event in events]
 
 
@@ -65,17 +69,18 @@ def main():
             summary = run[0]
             runs.append(run)
             text = f"seed {seed:3d}: return {summary['eval_return_mean']:.3f}"
-            if "success_rate" in summary:
-                text += f", success {summary['success_rate']}"
+            for key in SUCCESS:
+                if key in summary:
+                    text += f", {key} {summary[key]:.3f}"
             print(f"{text}, {summary['process_seconds']:.1f} s", flush=True)
 
     summaries = [summary for summary, _, _ in runs]
-    keys = "seed eval_return_mean eval_return_std success_rate sps compile_seconds train_seconds"
-    keys, cores = [*keys.split(), "process_seconds"], len(os.sched_getaffinity(0))
+    keys = "seed eval_return_mean eval_return_std sps compile_seconds train_seconds process_seconds"
+    keys, cores = [*keys.split(), *SUCCESS], len(os.sched_getaffinity(0))
     result = {
         "command": "python benchmarks/default_runs.py " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
-        "device": f"{summaries[0]['device_kind']}, {platform.machine()}, {cores} cores",
+        "device": f"{summaries[0]['device']}, {platform.machine()}, {cores} cores",
         "versions": {"python": platform.python_version(), "jax": summaries[0]["jax_version"]},
         "compilation_cache": choice.cache,
         "total_timesteps": summaries[0]["total_timesteps"],

@@ -3,21 +3,19 @@
     python benchmarks/sps.py                     # every script, by default and to compare
     python benchmarks/sps.py --compare           # beside Rejax, Stable-Baselines3 and SBX
     python benchmarks/sps.py --compare --purejaxrl FOLDER  # and PureJaxRL, a clone of it
-    python benchmarks/sps.py --xland FOLDER      # MiniGrid beside XLand-MiniGrid, a clone of it
     python benchmarks/sps.py --scaling num-envs  # 1 .. 65,536 environments; also: num-seeds
     python benchmarks/sps.py --env-only          # MiniGrid alone, beside xminigrid, NAVIX and
                                                  # EnvPool; also: --stack
     python benchmarks/sps.py --atari             # emulators alone, network alone, the whole
-    python benchmarks/sps.py --large             # sizes that fill a GPU
 
 With `--only WORD` just the candidates whose name contains it are measured. Words like num_envs=16
 set fields of the scripts' arguments on top of everything else. Peers that are not installed (see
 requirements.txt) are left out.
 
-Everything is compiled, without a cache, and warmed up first; then the candidates take turns (sizes
-of one script, with --scaling and --large, are measured one after the other), and medians over the
-rounds are reported; with peers also by how much ours is faster in the median round, because
-machines drift. A round ends with `block_until_ready`.
+Everything is compiled, without a cache, and warmed up first; then the candidates take turns (with
+--scaling the sizes are measured one after the other), and medians over the rounds are reported;
+with peers also by how much ours is faster in the median round, because machines drift. A round ends
+with `block_until_ready`. An earlier commit's scripts beside ours: compare.py.
 """
 
 import argparse
@@ -27,34 +25,33 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import platform
 import statistics
 import sys
-import tempfile
 import time
 import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+CARTPOLE, SWINGUP = "ppo_cartpole_jax", "ppo_swingup_jax"
+MINIGRID, ATARI = "ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax"
 # Settings to compare with other programs: CartPole with all that the peers compute (normalised
 # advantages, clipped values, entropy), the 1,024 x 128 swing-up, a small recurrent agent.
 COMPARED = {
-    "ppo_cartpole_jax": dict(
+    CARTPOLE: dict(
         num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, learning_rate=2.5e-4,
         anneal_lr=False, gae_lambda=0.95, norm_adv=True, clip_coef=0.2, clip_vloss=True,
         ent_coef=0.01, adam_eps=1e-8,
     ),
-    "ppo_swingup_jax": dict(num_envs=1024, num_steps=128, update_epochs=4, num_minibatches=4),
-    "ppo_minigrid_rnn": dict(
+    SWINGUP: dict(num_envs=1024, num_steps=128, update_epochs=4, num_minibatches=4),
+    MINIGRID: dict(
         env_id="DoorKey-8x8", num_envs=1024, num_steps=16, update_epochs=1, num_minibatches=16,
         rnn_hidden_dim=64, head_hidden_dim=64,
     ),
@@ -69,19 +66,6 @@ PEER_ENVIRONMENTS = {
     "KeyCorridorS3R3": None,
     "MemoryS9": "MemoryS8",
 }
-XLAND_TASK = "XLand-MiniGrid-R1-9x9"  # for `--xland`, with a trivial task
-# Sizes that fill a GPU; the last ones are the setting of the notebook that the MiniGrid script
-# succeeds.
-LARGE = [
-    (name, dict(num_envs=num_envs, num_steps=128, update_epochs=4, num_minibatches=4))
-    for name in ("ppo_cartpole_jax", "ppo_swingup_jax")
-    for num_envs in (1024, 16_384, 65_536)
-] + [
-    ("ppo_minigrid_rnn", dict(
-        env_id="DoorKey-8x8", num_envs=8192, num_steps=16, update_epochs=1, num_minibatches=16,
-        rnn_hidden_dim=1024, head_hidden_dim=256,
-    ))
-]  # fmt: skip
 SECONDS = 1.0  # about how long a measurement takes; `--seconds` sets it
 PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid navix".split()
 
@@ -92,46 +76,6 @@ def version(package):
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def matrix_peak(repeats=10):
-    """Floating-point operations per second of a large float32 product, at best."""
-    size = 2048 if jax.default_backend() == "cpu" else 8192
-    a = jax.random.normal(jax.random.key(0), (size, size))
-    product = jax.jit(lambda a: a @ a)
-    product(a).block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        product(a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
-
-
-def product_flops(jaxpr):
-    """Floating-point operations of all products and convolutions of a program, loops included."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        leaves = jax.tree.leaves(list(eqn.params.values()))
-        inner = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
-        inner = [product_flops(sub) for sub in inner if hasattr(sub, "eqns")]
-        match eqn.primitive.name:
-            case "dot_general":
-                (contracted, _), _ = eqn.params["dimension_numbers"]
-                lengths = [eqn.invars[0].aval.shape[axis] for axis in contracted]
-                total += 2 * eqn.outvars[0].aval.size * math.prod(lengths)
-            case "conv_general_dilated":
-                kernel, out_axis = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec[0]
-                total += 2 * eqn.outvars[0].aval.size * kernel.size // kernel.shape[out_axis]
-            case "scan":
-                total += eqn.params["length"] * sum(inner)
-            case "while":
-                assert not any(inner), "how often a while loop runs is not known"
-            case "cond":
-                total += max(inner)
-            case _:
-                total += sum(inner)
-    return total
 
 
 def parse_fields(words):
@@ -147,52 +91,39 @@ def parse_fields(words):
 
 
 def prepare(script, wrap_pool=lambda envs: envs, **changes):
-    """(args, state, pool): agents before training and, in a list, Atari's emulators.
+    """(args, state, update, envs): agents before training and their update, not yet jitted.
 
-    A program that steps the pool does not keep it alive; the caller has to.
+    `envs` are Atari's emulators, else None. A program that steps them does not keep them alive; the
+    caller has to.
     """
     args = script.Args(**{"total_timesteps": 10**12, **changes})
-    state = script.init_agents(args)
+    state = jax.jit(functools.partial(script.init_states, args))()
     if not hasattr(script, "make_pool"):
-        return args, state, []
+        return args, state, script.over_seeds(functools.partial(script.update, args)), None
     envs = wrap_pool(script.make_env(args))
-    return args, script.start_games(args, envs, state), [envs]
+    state = script.start_games(args, envs, state)
+    return args, state, functools.partial(script.update, args, envs), envs
 
 
-def flops_per_step(script, args, state, pool):
-    """Floating-point operations of the products of an update, for each step of an environment."""
-    num_agents = args.num_seeds
-    if not pool:  # `train_step` is then of a single agent
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        num_agents = 1
-    jaxpr = jax.make_jaxpr(script.make_train_step(args, *pool))(state).jaxpr
-    # Without what nothing reads, as XLA has it: a rollout's values, say, where they come later.
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return product_flops(jaxpr) / (args.batch_size * num_agents)
-
-
-def ours(name, wrap_pool=lambda envs: envs, compiler_options=None, **changes):
+def ours(name, wrap_pool=lambda envs: envs, **changes):
     """A function that trains for SECONDS and returns steps per second, and facts."""
     script = importlib.import_module(name)
-    args, state, pool = prepare(script, wrap_pool, **changes)
+    args, state, update, envs = prepare(script, wrap_pool, **changes)
     start = time.perf_counter()
-    chunk = script.make_train_chunk(args, *pool).lower(state, jnp.int32(1))
-    chunk = chunk.compile(compiler_options=compiler_options)
+    run_update = jax.jit(update, donate_argnums=0).lower(state).compile()
     facts = {"compile_seconds": time.perf_counter() - start}
-    facts["product_flops_per_step"] = flops_per_step(script, args, state, pool)
-    carry, most = [state], script.chunk_size(args)
+    carry, kept = [state], [envs]
 
     def run(updates):
         start = time.perf_counter()
-        for done in range(0, updates, most):
-            carry[0], _ = chunk(carry[0], jnp.int32(min(most, updates - done)))
+        for _ in range(updates):
+            carry[0], _ = run_update(carry[0])
         jax.block_until_ready(carry[0])
-        assert pool is not None  # the compiled program steps it: it has to live as long
+        assert kept  # the compiled program steps them: they have to live as long
         return time.perf_counter() - start
 
     if jax.default_backend() != "cpu":  # the first calls load kernels and build graphs of them
-        for _ in range(3):
-            run(1)
+        run(3)
     updates = 1
     while (seconds := run(updates)) < SECONDS / 2:  # warms up, finds how many updates to time
         updates *= 2
@@ -232,9 +163,9 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
     return run, facts
 
 
-def our_minigrid(env_id, num_envs, stack, script=None):
+def our_minigrid(env_id, num_envs, stack):
     """`timed_steps` of one of the MiniGrid script's environments."""
-    script = script or importlib.import_module("ppo_minigrid_rnn")
+    script = importlib.import_module(MINIGRID)
     env = script.find_env(env_id)
 
     def step(state, key):
@@ -257,73 +188,13 @@ def our_minigrid(env_id, num_envs, stack, script=None):
     return timed_steps(reset, step, num_envs, stack)
 
 
-def rollout_alone(num_pools, **changes):
-    """A function that plays with an untrained agent and returns steps per second, and facts.
-
-    With two pools of half the size the network decides for one of them while the emulators of the
-    other one work.
-    """
-    script = importlib.import_module("ppo_atari_envpool_xla_jax")
-    args = script.Args(**changes)
-    size = args.num_envs // num_pools
-    seeds = np.split(script.env_seeds(args, size * num_pools)[0], num_pools)
-    pools = [script.make_pool(args, part, episodic_life=True, reward_clip=True) for part in seeds]
-    params = script.init_agent(args, jax.random.key(0), script.count_actions(args))
-    handles, calls = [], []
-    for pool in pools:
-        pool.async_reset()
-        handle, *receive_and_send, _ = pool.xla()
-        handles.append(handle)
-        calls.append(receive_and_send)
-
-    @jax.jit
-    def play(handles, key):
-        def one(handles, keys):
-            handles, frames = list(handles), []
-            for i, (receive, send) in enumerate(calls):
-                handles[i], (obs, *_) = receive(handles[i])
-                dist, _ = script.forward(args, params, obs, platform=jax.default_backend())
-                action = dist.sample(keys[i])
-                handles[i] = send(handles[i], action, jnp.arange(size, dtype=jnp.int32))
-                handles = list(jax.lax.optimization_barrier(tuple(handles)))  # in this order
-                frames.append(obs)
-            return tuple(handles), frames
-
-        return jax.lax.scan(one, handles, jax.random.split(key, (args.num_steps, num_pools)))
-
-    carry = [tuple(handles)]
-    start = time.perf_counter()
-    play = play.lower(carry[0], jax.random.key(0)).compile()
-    facts = {"compile_seconds": time.perf_counter() - start}
-
-    def run(rollouts):
-        start = time.perf_counter()
-        for _ in range(rollouts):
-            carry[0], _ = jax.block_until_ready(play(carry[0], jax.random.key(0)))
-        assert pools is not None  # the compiled program steps them: they have to live as long
-        return time.perf_counter() - start
-
-    run(1)
-    rollouts = max(1, round(SECONDS / run(1)))
-    steps = rollouts * args.num_steps * size * num_pools
-    return lambda: steps / run(rollouts), facts
-
-
-def xminigrid_task(env_id, task_file):
-    """xminigrid's environment, which resets by itself, and its parameters with the file's task."""
+def xminigrid_env(env_id, num_envs, stack):
+    """`timed_steps` of one of xminigrid's environments."""
     import xminigrid
-    from xminigrid.benchmarks import load_benchmark_from_path
     from xminigrid.wrappers import GymAutoResetWrapper
 
     env, params = xminigrid.make(env_id)
-    if task_file is not None:
-        params = params.replace(ruleset=load_benchmark_from_path(task_file).get_ruleset(0))
-    return GymAutoResetWrapper(env), params
-
-
-def xminigrid_env(env_id, num_envs, stack, task_file=None):
-    """`timed_steps` of one of xminigrid's environments."""
-    env, params = xminigrid_task(env_id, task_file)
+    env = GymAutoResetWrapper(env)
 
     def step(timestep, key):
         action = jax.random.randint(key, (num_envs,), 0, env.num_actions(params))
@@ -404,7 +275,7 @@ class StillPool:
 
 def emulators_alone(**changes):
     """A function that plays at random through XLA and returns steps per second, and facts."""
-    script = importlib.import_module("ppo_atari_envpool_xla_jax")
+    script = importlib.import_module(ATARI)
     args = script.Args(**changes)
     envs, num_actions = script.make_env(args), script.count_actions(args)
     handle, _, _, step = envs.xla()
@@ -495,48 +366,6 @@ def purejaxrl_ppo(folder):
     return run, facts
 
 
-def xland_ppo(folder, task_file, **changes):
-    """XLand-MiniGrid's own trainer of a single task, in the setting of COMPARED.
-
-    It is in its repository, but not in the package. Its program trains from scratch and evaluates
-    after every update: here a single episode. What it imports for its command line and for logging
-    is left out.
-    """
-    for name in ("pyrallis", "wandb"):
-        sys.modules[name] = unittest.mock.MagicMock()
-    from xminigrid.wrappers import DirectionObservationWrapper
-
-    sys.path.insert(0, str(folder / "training"))
-    # Arrays as defaults of dataclass fields, which it has, are an error since Python 3.11.
-    with unittest.mock.patch.object(jnp, "asarray", lambda number: number):
-        import train_single_task as trainer
-
-    iterations = 2
-    shape = COMPARED["ppo_minigrid_rnn"] | changes
-    names = "num_envs num_steps update_epochs num_minibatches rnn_hidden_dim head_hidden_dim"
-    config = trainer.TrainConfig(
-        env_id=XLAND_TASK,
-        total_timesteps=iterations * shape["num_envs"] * shape["num_steps"],
-        eval_episodes=1,
-        **{name: shape[name] for name in names.split()},
-    )
-    key, _, _, rnn_state, state = trainer.make_states(config)
-    env, params = xminigrid_task(XLAND_TASK, task_file)
-    train = trainer.make_train(DirectionObservationWrapper(env), params, config)
-    on_one_device = jax.tree.map(lambda x: jnp.asarray(x)[None], (key, state, rnn_state))
-    start = time.perf_counter()
-    train = train.lower(*on_one_device).compile()
-    facts = {"compile_seconds": time.perf_counter() - start}
-
-    def run():
-        start = time.perf_counter()
-        jax.block_until_ready(train(*on_one_device))
-        return config.total_timesteps / (time.perf_counter() - start)
-
-    run()
-    return run, facts
-
-
 def sb3_like(library):
     """PPO of "stable_baselines3" or "sbx" in the setting of COMPARED."""
     from stable_baselines3.common.env_util import make_vec_env
@@ -577,8 +406,8 @@ def candidates(choice, fields):
         return f"{name} {label}", functools.partial(ours, name, **changes | fields)
 
     if choice.compare:
-        name = "ppo_cartpole_jax"
-        group = [(name, functools.partial(ours, name, **COMPARED[name] | fields))]
+        flags = COMPARED[CARTPOLE] | fields
+        group = [(CARTPOLE, functools.partial(ours, CARTPOLE, **flags))]
         if choice.purejaxrl:
             group.append(("purejaxrl", functools.partial(purejaxrl_ppo, choice.purejaxrl)))
         for peer, make in PEERS.items():
@@ -590,9 +419,8 @@ def candidates(choice, fields):
     elif choice.env_only:
         options = fields.get("num_envs", 8192), choice.stack
         for env_id, peer_id in PEER_ENVIRONMENTS.items():
-            group = [
-                (f"ppo_minigrid_rnn {env_id}", functools.partial(our_minigrid, env_id, *options))
-            ]
+            make = functools.partial(our_minigrid, env_id, *options)
+            group = [(f"{MINIGRID} {env_id}", make)]
             if importlib.util.find_spec("xminigrid") and peer_id is not None:
                 make = functools.partial(xminigrid_env, f"MiniGrid-{peer_id}", *options)
                 group.append((f"xminigrid {peer_id}", make))
@@ -606,38 +434,14 @@ def candidates(choice, fields):
                 make = functools.partial(envpool_env, env_id, options[0])
                 group.append((f"envpool {env_id}", make))
             yield group
-    elif choice.xland:
-        from xland_tasks import write_tasks
-
-        name, task_file = "ppo_minigrid_rnn", f"{tempfile.mkdtemp()}/task"
-        write_tasks(task_file, 1)
-        task = COMPARED[name] | dict(env_id=XLAND_TASK, benchmark_id=task_file, ruleset_id=0)
-        num_envs = fields.get("num_envs", task["num_envs"])
-        alone = functools.partial(xminigrid_env, XLAND_TASK, num_envs, False, task_file)
-        yield [
-            (f"{name} {XLAND_TASK}", functools.partial(ours, name, **task | fields)),
-            ("its own trainer", functools.partial(xland_ppo, choice.xland, task_file, **fields)),
-            ("its environment alone", alone),
-        ]
-    elif choice.large:  # alone: all at once would not fit into memory
-        for name, changes in LARGE:
-            shape = "num_envs num_steps rnn_hidden_dim".split()
-            shown = changes | fields
-            label = " ".join(f"{field}={shown[field]}" for field in shape if field in changes)
-            yield [entry(name, label, **changes)]
     elif choice.atari:
-        name = "ppo_atari_envpool_xla_jax"
         many = fields | {"num_envs": 8 * fields.get("num_envs", 8)}
+        label = f"emulators alone num_envs={many['num_envs']}"
         yield [
-            entry(name, "defaults"),
+            entry(ATARI, "defaults"),
             ("emulators alone", functools.partial(emulators_alone, **fields)),
-            (
-                f"emulators alone num_envs={many['num_envs']}",
-                functools.partial(emulators_alone, **many),
-            ),
-            ("network alone", functools.partial(ours, name, StillPool, **fields)),
-            ("rollout alone", functools.partial(rollout_alone, 1, **fields)),
-            ("rollout alone, two half-pools", functools.partial(rollout_alone, 2, **fields)),
+            (label, functools.partial(emulators_alone, **many)),
+            ("network alone", functools.partial(ours, ATARI, StillPool, **fields)),
         ]
     elif choice.scaling:
         field = choice.scaling.replace("-", "_")
@@ -671,18 +475,14 @@ def parse_args():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     flag = functools.partial(parser.add_argument, action="store_true")
-    flag("--compare", help="measure the peers beside ppo_cartpole_jax")
+    flag("--compare", help="measure peers beside CartPole")
     flag("--env-only", help="MiniGrid without training, beside peers")
     flag("--stack", help="with --env-only: keep all observations in one array")
     flag("--atari", help="measure what an Atari step's time consists of")
-    flag("--large", help="sizes that fill a GPU, one after the other")
     option = parser.add_argument
-    option("--xland", type=pathlib.Path, help="measure a clone of XLand-MiniGrid's repository")
     option("--purejaxrl", type=pathlib.Path, help="with --compare: a clone of its repository")
-    option(
-        "--scaling", choices=["num-envs", "num-seeds"], help="grow one number by factors of four"
-    )
-    option("--script", default="ppo_cartpole_jax", help="the script whose scaling is measured")
+    option("--scaling", choices=["num-envs", "num-seeds"], help="factors of four")
+    option("--script", default=CARTPOLE, help="the script whose scaling is measured")
     option("--largest", type=int, help="where the scaling ends")
     option("--only", default="", help="candidates whose name contains this")
     option("--rounds", type=int, default=7)
@@ -697,7 +497,6 @@ def main():
     choice = parse_args()
     SECONDS = choice.seconds
     jax.config.update("jax_enable_compilation_cache", False)
-    peak = matrix_peak(repeats=2 * choice.rounds)
     rows = []
     for group in candidates(choice, parse_fields(choice.fields)):
         group = [(name, make) for name, make in group if choice.only in name]
@@ -705,17 +504,11 @@ def main():
         for name, (rounds, facts) in measured.items():
             row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, **facts}
             text = f"{name:36s} {row['sps']:14,.0f} SPS, compiled in {row['compile_seconds']:.1f} s"
-            if (
-                choice.compare or choice.env_only or choice.xland
-            ):  # how much faster the first of the group is
+            if choice.compare or choice.env_only:  # by how much the group's first is faster
                 base, (base_rounds, _) = next(iter(measured.items()))
                 factor = statistics.median(a / b for a, b in zip(base_rounds, rounds))
                 row |= {"base": base, "base_is_faster": factor}
                 text += f", {base} is {factor:.2f} x"
-            if "product_flops_per_step" in row:  # model FLOP/s utilisation, of the peak above
-                flops = row["sps"] * row["product_flops_per_step"]
-                row["mfu"] = flops / peak
-                text += f", MFU {row['mfu']:.0%}"
             rows.append(row)
             print(text, flush=True)
     versions = {name: version(name) for name in PACKAGES if version(name)}
@@ -726,7 +519,6 @@ def main():
         "device": f"{backend} {kind}, {platform.machine()}",
         "cpu_count": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version()} | versions,
-        "matrix_peak_gflops": peak / 1e9,
         "rows": rows,
     }
     if choice.out:

@@ -1,0 +1,115 @@
+"""Scripts beside those of an earlier commit: speed and seconds of whole processes, in pairs.
+
+    python benchmarks/compare.py --against 5c746eb --script ppo_cartpole_jax
+    python benchmarks/compare.py --against 5c746eb --script ppo_cartpole_jax --cache
+    python benchmarks/compare.py --against 5c746eb --out pairs.json -- --total-timesteps 1e6
+
+Flags after `--` go to both versions. In every pair each version runs once from its command line, in
+turns the one and the other first. Processes compile all their programs themselves; with --cache
+they load what an uncounted process has compiled before. Ratios are those of one pair, "ours by
+theirs", and their medians count, because machines drift: above 1 is better for `sps`, below 1 for
+seconds. `process_seconds` is measured from outside, all else is what summary.json says. The JSON
+file is written after every pair.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MEASURED = ("sps", "compile_seconds", "train_seconds", "wall_seconds", "process_seconds")
+
+
+def text_at(commit, name):
+    """A file as it was at a commit, as bytes; None where it was not there."""
+    show = subprocess.run(["git", "show", f"{commit}:{name}"], cwd=ROOT, capture_output=True)
+    return show.stdout if show.returncode == 0 else None
+
+
+def run(path, flags, cache):
+    """Runs a script in its folder; returns what is MEASURED, and the evaluation's mean return."""
+    env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    if cache:
+        env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as the scripts have it
+    start = time.perf_counter()
+    command = [sys.executable, path.name, *flags]
+    result = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if result.returncode != 0:
+        raise SystemExit(f"error: {path} ended with {result.returncode}:\n{result.stderr[-2000:]}")
+    newest = max(path.parent.glob("runs/*/summary.json"), key=lambda file: file.stat().st_mtime_ns)
+    summary = json.loads(newest.read_text()) | {"process_seconds": seconds}
+    names = (*MEASURED, "eval_return_mean", "total_timesteps")
+    return {name: summary[name] for name in names if name in summary}
+
+
+def compare(name, choice, flags, folder, save):
+    """Runs the pairs of a script; `save(row)` is called after each. Returns the last row."""
+    texts = {"ours": (ROOT / f"{name}.py").read_bytes()}
+    texts["theirs"] = text_at(choice.against, f"{name}.py")
+    if texts["theirs"] is None:
+        raise SystemExit(f"error: git has no {name}.py at {choice.against}")
+    paths, caches = {}, {}
+    for side, text in texts.items():
+        paths[side] = folder / name / side / f"{name}.py"
+        paths[side].parent.mkdir(parents=True)
+        paths[side].write_bytes(text)
+        caches[side] = folder / name / f"{side}_cache" if choice.cache else None
+        if choice.cache:
+            run(paths[side], flags, caches[side])
+    row = {"name": name, "pairs": [], "medians": {}, "ratios": {}}
+    for number in range(choice.pairs):
+        order = ["ours", "theirs"] if number % 2 == 0 else ["theirs", "ours"]
+        row["pairs"].append({side: run(paths[side], flags, caches[side]) for side in order})
+        for key in MEASURED:
+            if any(key not in side for pair in row["pairs"] for side in pair.values()):
+                continue  # an older summary
+            sides = {side: [pair[side][key] for pair in row["pairs"]] for side in paths}
+            row["medians"][key] = {side: statistics.median(x) for side, x in sides.items()}
+            ratios = [ours / theirs for ours, theirs in zip(sides["ours"], sides["theirs"])]
+            row["ratios"][key] = statistics.median(ratios)
+        save(row)
+        shown = ", ".join(f"{key} {value:.3f}" for key, value in row["ratios"].items())
+        print(f"{name}, {number + 1} pairs: {shown}", flush=True)
+    return row
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--against", required=True, help="the earlier commit")
+    parser.add_argument("--script", action="append", help="may be repeated; all without it")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--cache", action="store_true", help="load what was compiled before")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
+    result = {
+        "command": " ".join(["python benchmarks/compare.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "python": platform.python_version(),
+        "rows": {},
+    }
+
+    def save(row):
+        result["rows"][row["name"]] = row
+        if choice.out:
+            choice.out.write_text(json.dumps(result, indent=2) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in choice.script or sorted(path.stem for path in ROOT.glob("ppo_*.py")):
+            compare(name, choice, flags, pathlib.Path(folder), save)
+
+
+if __name__ == "__main__":
+    main()
