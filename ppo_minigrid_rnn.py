@@ -28,12 +28,6 @@ Where memory decides, and more exploration is needed:
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
-Where random play hardly ever succeeds, with a bonus for what is new (`Curiosity`):
-
-    python ppo_minigrid_rnn.py --env-id KeyCorridorS4R3 --total-timesteps 8e6 --num-envs 1024 \
-        --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 --gae-lambda 0.95 \
-        --norm-adv --ent-coef 0.01 --count-bonus
-
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 
     python ppo_minigrid_rnn.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-21k \
@@ -77,7 +71,7 @@ an episode, the value of its last observation stands for the rest of its return;
 memory of that episode, too, which is kept for it.
 
 An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
-several times in a row and remembers the times before. `Trial` explains this meta-learning.
+several times in a row and remembers the times before. `Trials` explains this meta-learning.
 
 `update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
 of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
@@ -311,11 +305,6 @@ class Args:
     """weight of the entropy bonus; a larger one pulls back to random play between rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    count_bonus: bool = False
-    """also reward what the agent does for the first time in an episode, rare things more: see
-    `Curiosity`"""
-    int_coef: float = 0.05
-    """weight of that bonus; in a whole episode it should stay below the reward of success"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
     target_kl: float | None = 0.02
@@ -554,15 +543,15 @@ class MiniGrid:
     of `random_cell`.
 
     Evaluation counts an episode as a success if its return is positive. So a reward of your own for
-    the way there, which the agent would observe too, spoils that number: add it in `update`, where
-    the bonus of `--count-bonus` is added, for the learner only.
+    the way there, which the agent would observe too, spoils that number: add it to the rewards of
+    the trajectory in `update`, for the learner only (benchmarks/minigrid_count_bonus.py).
 
     An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
-    `max_episode_steps`, `code_sizes`, for videos `width` and `render(state, tile_size)`, and for
-    `--count-bonus` `at_hand(obs)`. States and observations may have any structure, shapes and types
-    (but `ActorCritic` and the check in `forward` take this one's observations: change them too; an
-    image of other codes needs only other `code_sizes`, as in `XLand`). The reward is float32,
-    `terminated` a bool. Neither time limit nor reset belong inside: `rollout` takes care of both.
+    `max_episode_steps`, `code_sizes`, and for videos `width` and `render(state, tile_size)`. States
+    and observations may have any structure, shapes and types (but `ActorCritic` and the check in
+    `forward` take this one's observations: change them too; an image of other codes needs only
+    other `code_sizes`, as in `XLand`). The reward is float32, `terminated` a bool. Neither time
+    limit nor reset belong inside: `rollout` takes care of both.
     """
 
     env_id: str
@@ -769,17 +758,6 @@ class MiniGrid:
         if self.observes_mission:
             obs["mission"] = state.mission
         return obs
-
-    def at_hand(self, obs):
-        """What `Curiosity` counts of an observation: the cell in front of the agent and its own.
-
-        Codes [2, 3], or with `pixels` their picture [16, 8, 3]. Farama shows what the agent carries
-        in its own cell.
-        """
-        image, middle = obs["image"], VIEW // 2
-        if self.pixels:  # rows, columns
-            return image[-2 * TILE :, TILE * middle : TILE * (middle + 1)]
-        return image[middle, -2:]  # columns, rows
 
     def mission(self, state):
         """What to do in the level of a state: Farama's sentence, made on the host.
@@ -1807,13 +1785,6 @@ class XLand:
         """What the agent sees of a state."""
         return {"image": state.observation, "direction": state.state.agent.direction}
 
-    def at_hand(self, obs):
-        """What `Curiosity` counts of an observation: the codes [2, 2] of the cell in front of the
-        agent and of its own. What it carries it does not see here.
-        """
-        view_size = obs["image"].shape[1]
-        return obs["image"][-2:, view_size // 2]  # rows, columns
-
     def render(self, state, tile_size=32):
         """The whole level as uint8 pixels."""
         from xminigrid.rendering.rgb_render import render
@@ -1861,6 +1832,86 @@ def load_rulesets(benchmark_id):
         raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
 
 
+class TrialState(NamedTuple):
+    """State of a trial."""
+
+    env_state: Any  # of the running episode
+    start_state: Any  # in which each of its episodes begins
+    step_count: jax.Array  # [] int32, steps of the running episode
+    returns: jax.Array  # [C], of each episode so far
+    episode: jax.Array  # [] int32, its episodes that are over
+    restarted: jax.Array  # [] bool, whether the last step ended an episode
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """An environment whose episodes are trials: C episodes of another one in a row on one level.
+
+    An agent that remembers the first one need not explore again. How to explore, what to remember
+    and what to make of it nobody tells it: the weights learn that over many trials, and within a
+    trial, where they stay as they are, the hidden state does the learning. This is
+    meta-reinforcement learning as in RL^2 (arXiv:1611.02779), which needs no other algorithm than
+    PPO: to the agent a trial is what an episode is otherwise. So the hidden state, the sum of TD
+    errors and the return run on through it. A first episode that is lost to look around pays if it
+    makes later ones better.
+
+    An episode that succeeds, fails or reaches its time limit is followed by the same start state.
+    Observations tell that as "restarted", previous reward and action what it was. The trial
+    terminates with its last episode, whatever ended that.
+
+    Discounting runs on too: with C episodes of about n steps, gamma should be well above
+    1 - 1 / (C n). And gradients go back through one rollout only: what is to be remembered should
+    pay within `num_steps` steps.
+    """
+
+    env: Any
+    num_episodes: int
+
+    def __getattr__(self, name):  # num_actions, code_sizes, width and so on
+        return getattr(object.__getattribute__(self, "env"), name)
+
+    @property
+    def max_episode_steps(self):
+        """Steps of a whole trial, at most."""
+        return self.num_episodes * self.env.max_episode_steps
+
+    def reset(self, key):
+        """The first state of a trial on a new level."""
+        start_state = self.env.reset(key)
+        return TrialState(
+            env_state=start_state,
+            start_state=jax.tree.map(jnp.copy, start_state),  # no array can be donated twice
+            step_count=jnp.int32(0),
+            returns=jnp.zeros(self.num_episodes, jnp.float32),
+            episode=jnp.int32(0),
+            restarted=jnp.bool_(False),
+        )
+
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        env_state, reward, terminated = self.env.step(key, state.env_state, action)
+        step_count = state.step_count + 1
+        ended = terminated | (step_count >= self.env.max_episode_steps)
+        episode = state.episode + ended
+        after = TrialState(
+            env_state=select(ended, state.start_state, env_state),
+            start_state=state.start_state,
+            step_count=jnp.where(ended, 0, step_count),
+            returns=state.returns.at[state.episode].add(reward),
+            episode=episode,
+            restarted=ended,
+        )
+        return after, reward, episode >= self.num_episodes
+
+    def observe(self, state):
+        """What the agent sees of a state, and whether the last step ended an episode."""
+        return {**self.env.observe(state.env_state), "restarted": state.restarted}
+
+    def render(self, state, tile_size=32):
+        """Draws a state on the host."""
+        return self.env.render(state.env_state, tile_size)
+
+
 @functools.cache
 def find_xland(env_id, benchmark_id, ruleset_id):
     """The `XLand` of these flags, read once."""
@@ -1875,8 +1926,10 @@ def make_env(args):
     `full_id` writes MiniGrid- and -v0 around the ids of --env-id that do not begin with XLand-.
     """
     if args.env_id.startswith(XLAND):
-        return find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
-    return dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
+        env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
+    else:
+        env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
+    return Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
 
 
 # --- Drawing ---
@@ -2057,12 +2110,11 @@ class Inputs(NamedTuple):
     """What the agent takes in during T steps of M environments."""
 
     # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}, and of some
-    # environments {"mission": [T, M, any]}, indices into WORDS
+    # environments {"mission": [T, M, any]}, indices into WORDS; of `Trials` {"restarted": [T, M]}
     obs: dict
     prev_action: jax.Array  # [T, M], the action before
     prev_reward: jax.Array  # [T, M], and its reward
     start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
-    prev_ended: Any = ()  # [T, M], whether the step before ended an episode of the same `Trial`
 
 
 CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
@@ -2398,9 +2450,8 @@ class ActorCritic(nn.Module):
         prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
         features = [image, direction, prev_action, prev_reward]
-        if args.episodes_per_trial > 1:
-            prev_ended = inputs.prev_ended & ~inputs.start
-            features.append(prev_ended.T[None])
+        if "restarted" in inputs.obs:
+            features.append(inputs.obs["restarted"].T[None])
         if "mission" in inputs.obs:
             words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
             words = words.transpose(2, 3, 1, 0)
@@ -2468,8 +2519,7 @@ def forward(args, params, inputs, rnn_state):
     Where `inputs.start` is set, an episode starts on a new level: hidden state, previous action and
     previous reward are those of an episode that is over, and count as nothing. If they were kept,
     the agent would remember the wrong level, and the empty memory with which an evaluation begins
-    would be one that it has hardly ever learned from. (Episodes of one `Trial` are on the same
-    level: there `start` is set for the first one only.)
+    would be one that it has hardly ever learned from.
     """
     if inputs.start.ndim != 2 or inputs.obs["image"].ndim != 5:
         raise ValueError(
@@ -2490,7 +2540,6 @@ class AgentState(NamedTuple):
     prev_action: jax.Array  # [N]
     prev_reward: jax.Array  # [N]
     start: jax.Array  # [N], whether it forgets all of this now
-    prev_ended: Any  # [N], whether its last step ended an episode of its `Trial`; () without trials
 
 
 def init_agent_state(args, num_envs):
@@ -2500,29 +2549,21 @@ def init_agent_state(args, num_envs):
         prev_action=jnp.zeros(num_envs, jnp.int32),
         prev_reward=jnp.zeros(num_envs, jnp.float32),
         start=jnp.ones(num_envs, bool),
-        prev_ended=no_ends(args, num_envs),
     )
 
 
-def agent_state_after(args, rnn_state, action, reward):
+def agent_state_after(rnn_state, action, reward):
     """The `AgentState` of [N] after a step, as if it had ended no episode.
 
     So it is what the value of a truncated episode needs; whoever goes on with a new episode sets
-    `start` and `prev_ended`.
+    `start`.
     """
-    num_envs = len(reward)
     return AgentState(
         rnn_state=rnn_state,
         prev_action=action,
         prev_reward=reward,
-        start=jnp.zeros(num_envs, bool),
-        prev_ended=no_ends(args, num_envs),
+        start=jnp.zeros(reward.shape, bool),
     )
-
-
-def no_ends(args, num_envs):
-    """`prev_ended` [N] where no episode has ended, () without trials."""
-    return jnp.zeros(num_envs, bool) if args.episodes_per_trial > 1 else ()
 
 
 def make_inputs(env, env_state, agent_state):
@@ -2532,7 +2573,6 @@ def make_inputs(env, env_state, agent_state):
         prev_action=agent_state.prev_action,
         prev_reward=agent_state.prev_reward,
         start=agent_state.start,
-        prev_ended=agent_state.prev_ended,
     )
 
 
@@ -2587,41 +2627,6 @@ class EpisodeStats(NamedTuple):
     last_length: jax.Array  # likewise
 
 
-class Trial(NamedTuple):
-    """The running trial of every environment, or () without trials (`episodes_per_trial` 1).
-
-    A trial is C episodes in a row on the same level, from the same start state. An agent that
-    remembers the first one need not explore again. How to explore, what to remember and what to
-    make of it nobody tells it: the weights learn that over many trials, and within a trial, where
-    they stay as they are, the hidden state does the learning. This is meta-reinforcement learning
-    as in RL^2 (arXiv:1611.02779), which needs no other algorithm than PPO. A trial is to the agent
-    what an episode is otherwise, so only what happens at an end differs:
-
-    | at the end of             | an episode, but not the last of the trial   | the trial          |
-    | ------------------------- | ------------------------------------------- | ------------------ |
-    | level                     | its start state again                       | a new one          |
-    | hidden state, previous    | kept                                        | forgotten          |
-    | action and reward         |                                             |                    |
-    | value of the successor    | V of the next episode's first observation,  | 0, or of the true  |
-    |                           | with all that the agent remembers           | last observation   |
-    | sum of TD errors (GAE)    | runs on: a first episode that is lost to    | cut                |
-    |                           | look around pays if it makes later ones     |                    |
-    |                           | better                                      |                    |
-    | time limit, statistics    | count anew                                  | count anew         |
-
-    So neither success nor the time limit is an end to the learner, but in the last episode. An
-    agent that was moved back to the start should know: `Inputs.prev_ended` tells it, and the reward
-    before whether that was a success. Previous action, reward and end are RL^2's inputs.
-
-    Discounting goes on too: with C episodes of about n steps, gamma should be well above
-    1 - 1 / (C n). And gradients go back through one rollout only: what is to be remembered should
-    pay within `num_steps` steps.
-    """
-
-    start_state: GridState  # of [N], in which each of its episodes begins
-    episode: jax.Array  # [N] int32, its episodes that are over
-
-
 class Transition(NamedTuple):
     """One step of N environments; a trajectory has an axis of T steps in front.
 
@@ -2637,7 +2642,6 @@ class Transition(NamedTuple):
     reward: jax.Array  # [N]
     # An episode that terminated has no future. One that the time limit truncated would have gone
     # on, and the observation does not show the limit: its future must be estimated, not set to 0.
-    # Of a trial's episodes only the last one can set either.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
 
@@ -2655,64 +2659,6 @@ class Batch(NamedTuple):
     target: jax.Array  # [T, N], what the critic should have said
 
 
-class Curiosity(NamedTuple):
-    """What the agent has met, for the bonus of `--count-bonus`; () without it.
-
-    Where only a long chain of right actions is rewarded, random play never meets the reward, and
-    there is nothing to learn from. A bonus for what is new gives it something to do until then:
-
-        bonus_t = int_coef / sqrt(n(x_{t+1}))   where x_{t+1} is new in this episode, else 0
-
-    x is what the agent has at hand (`MiniGrid.at_hand`), what it carries and what it faces: a wall,
-    a closed red door, with a key in its hands an open one. n(x) is in how many episodes it has met
-    x, in all environments and all of training. 1 / sqrt(n) is how the uncertainty about something
-    falls with the number of samples, so what is seldom met is worth a try, and what has been met a
-    thousand times no longer is: the bonus leads from the first door to the first key and to the
-    first lock that opens, fades behind itself, and in the end the reward alone counts (Bellemare et
-    al., arXiv:1606.01868). Only the first time in an episode counts: that something is rare makes
-    it no better to meet it ten times in one level, by turning to and fro in front of it (Raileanu &
-    Rocktaeschel, arXiv:2002.12292; Zhang et al., NovelD, NeurIPS 2021; Henaff et al.,
-    arXiv:2306.03236, compare counts of both kinds).
-
-    Why not count all that the agent sees? Levels are drawn at random, so nearly every view is new,
-    and things to carry and doors to shut make new ones without end. Such counts hardly fade, and
-    reward looking around as much as opening a lock. (Parisi et al., arXiv:2111.13119, count what
-    changes in the environment, too.)
-
-    And success ends the episode, with all that is still new in it: were that worth more, the agent
-    would shun its goal. So int_coef is small: what an episode can still earn by it should stay
-    below the reward of success. n counts the episodes of the update itself too, so many
-    environments make the bonus smaller from the first update on.
-
-    Things are counted by their hash; those of MiniGrid's codes all have different ones. Others that
-    share one are taken for the same. The bonus is the reward of the action that led there, added
-    for the learner only: the agent does not observe it, and returns and success are without it. The
-    observation after the last step of an episode is the first of the next one: nobody's merit, so
-    no bonus. An agent that remembers knows what it has met: in a `Trial`, "in this episode" means
-    in this trial.
-    """
-
-    visits: jax.Array  # [2^HASH_BITS] int32, how many episodes have met each thing
-    last_episode: jax.Array  # [N, 2^HASH_BITS] int32, the last episode that met it
-    episode: jax.Array  # [N] int32, a number that no episode (or trial) before had
-
-
-# Of the hashes of things. A table is 32 KiB for each environment, also in a checkpoint, and holds a
-# few hundred things in an episode.
-HASH_BITS = 13
-
-
-def init_curiosity(args):
-    """The `Curiosity` of N environments before the first step, () without the bonus."""
-    if not args.count_bonus:
-        return ()
-    return Curiosity(
-        visits=jnp.zeros(2**HASH_BITS, jnp.int32),
-        last_episode=jnp.zeros((args.num_envs, 2**HASH_BITS), jnp.int32),
-        episode=jnp.zeros(args.num_envs, jnp.int32),
-    )
-
-
 def init_episode_stats(num_envs):
     """Before the first step."""
     return EpisodeStats(
@@ -2723,21 +2669,13 @@ def init_episode_stats(num_envs):
     )
 
 
-def init_trial(args, env_state):
-    """The `Trial` of start states [N] before the first step, () without trials."""
-    if args.episodes_per_trial == 1:
-        return ()
-    start_state = jax.tree.map(jnp.copy, env_state)  # no array can be donated twice
-    return Trial(start_state=start_state, episode=jnp.zeros(args.num_envs, jnp.int32))
-
-
-def restart_ended(ended, stats):
-    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
-    return EpisodeStats(
-        running_return=jnp.where(ended, 0.0, stats.running_return),
-        running_length=jnp.where(ended, 0, stats.running_length),
-        last_return=jnp.where(ended, stats.running_return, stats.last_return),
-        last_length=jnp.where(ended, stats.running_length, stats.last_length),
+def restart_ended(done, stats):
+    """Statistics after a step: those of episodes that are `done` [N] move from running to last."""
+    return stats._replace(
+        running_return=jnp.where(done, 0.0, stats.running_return),
+        running_length=jnp.where(done, 0, stats.running_length),
+        last_return=jnp.where(done, stats.running_return, stats.last_return),
+        last_length=jnp.where(done, stats.running_length, stats.last_length),
     )
 
 
@@ -2806,38 +2744,37 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
-def gpu_unroll(platform, steps):
+def gpu_unroll(steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
     A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
     small operations of a step. Within an iteration those of neighbouring steps merge too, and the
     host, which drives such loops, has fewer turns to make.
     """
-    is_gpu = platform in ("gpu", "cuda")  # "cuda": compiled for without having one
-    return steps if is_gpu else 1
+    return steps if jax.default_backend() == "gpu" else 1
 
 
-def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, platform=None):
+def rollout(args, env, params, env_state, agent_state, stats, key):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
-    Returns (env_state, trial, agent_state, stats, trajectory, truncated_state). The trajectory is a
+    Returns (env_state, agent_state, stats, trajectory, truncated_state). The trajectory is a
     `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
     states in which the time limit ended an episode, at most one in each of the W windows of
     `truncation_window` steps (where it ended none, they mean nothing).
 
-    The level with which environment n starts anew after step t follows from t and n. With
-    platform="cpu" levels are made when they are needed, in the loop of `reset_ended`. An
-    accelerator would stop at every step to ask whether that loop goes on. So anywhere else a level
-    is made for every step of every environment beforehand, all at once or, where they are many,
-    step by step; the same levels, of which most are never used.
+    The level with which environment n starts anew after step t follows from t and n. On a CPU
+    levels are made when they are needed, in the loop of `reset_ended`. An accelerator would stop at
+    every step to ask whether that loop goes on. So there a level is made for every step of every
+    environment beforehand, all at once or, where they are many, step by step; the same levels, of
+    which most are never used.
     """
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
     step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
     reset_keys = jax.random.split(reset_key, args.num_steps)
-    if platform == "cpu":
-        levels = None
-    else:
+    on_cpu = jax.default_backend() == "cpu"
+    levels = None
+    if not on_cpu:
 
         def levels_of_step(key):
             return jax.vmap(env.reset)(level_keys(key, jnp.arange(args.num_envs)))
@@ -2850,7 +2787,7 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
     window = jnp.arange(args.num_steps) // truncation_window(args, env)
 
     def env_step(carry, inputs_of_step):
-        env_state, trial, agent_state, stats, truncated_state = carry
+        env_state, agent_state, stats, truncated_state = carry
         action_key, step_keys, reset_key, levels, window = inputs_of_step
 
         # --- Act ---
@@ -2861,20 +2798,14 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
         outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
         check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
-        next_agent_state = agent_state_after(args, rnn_state, action, reward)
+        next_agent_state = agent_state_after(rnn_state, action, reward)
 
-        # --- Has the episode ended, and with it the trial? ---
+        # --- Has the episode ended? ---
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
         truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
-        ended = terminated | truncated
-        done = ended
-        if args.episodes_per_trial > 1:  # from here on both say whether the trial has ended
-            is_last = trial.episode == args.episodes_per_trial - 1
-            terminated = terminated & is_last
-            truncated = truncated & is_last
-            done = ended & is_last
+        done = terminated | truncated
         truncated_state = jax.tree.map(
             lambda kept, new: kept.at[window].set(select(truncated, new, kept[window])),
             truncated_state,
@@ -2891,30 +2822,24 @@ def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, pla
             truncated=truncated,
         )
 
-        # --- Then begin a new one, on a new level or where its trial began ---
-        if platform == "cpu":
+        # --- Then begin a new one ---
+        if on_cpu:
             env_state = reset_ended(env, reset_key, done, next_env_state)
         else:
             env_state = select(done, levels, next_env_state)
         agent_state = next_agent_state._replace(start=done)
-        if args.episodes_per_trial > 1:
-            start_state = select(done, env_state, trial.start_state)
-            env_state = select(ended, start_state, env_state)
-            episode = jnp.where(done, 0, trial.episode + ended)
-            trial = Trial(start_state=start_state, episode=episode)
-            agent_state = agent_state._replace(prev_ended=ended)
-        stats = restart_ended(ended, stats)
-        return (env_state, trial, agent_state, stats, truncated_state), transition
+        stats = restart_ended(done, stats)
+        return (env_state, agent_state, stats, truncated_state), transition
 
     truncated_state = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (num_windows, *x.shape)), (env_state, agent_state)
     )
-    carry = (env_state, trial, agent_state, stats, truncated_state)
+    carry = (env_state, agent_state, stats, truncated_state)
     inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
-    unroll = gpu_unroll(platform, 4)
+    unroll = gpu_unroll(4)
     carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps, unroll=unroll)
-    env_state, trial, agent_state, stats, truncated_state = carry
-    return env_state, trial, agent_state, stats, trajectory, truncated_state
+    env_state, agent_state, stats, truncated_state = carry
+    return env_state, agent_state, stats, trajectory, truncated_state
 
 
 def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
@@ -2939,57 +2864,7 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
-def hash_things(things):
-    """Numbers uint32 [T, N] of trees of [T, N, ...], the same for the same ones.
-
-    The sum of all entries, each times a random constant of its own, modulo 2^32. Its upper bits are
-    a hash, however many of them (Dietzfelbinger et al., 1997, "multiply-shift"); its lower ones are
-    not.
-    """
-    # Checkpoints hold counts by these hashes, so the constants may never change: NumPy promises
-    # that for this old generator. With this seed no two of the 874 pairs of cells that a MiniGrid
-    # agent can have at hand share their HASH_BITS.
-    rng = np.random.RandomState(109)
-    total = jnp.uint32(0)
-    for x in jax.tree.leaves(things):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            x = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-            x = x ^ (x >> 16)  # round numbers differ in upper bits only, which a product loses
-        x = x.astype(jnp.uint32).reshape(*x.shape[:2], -1)
-        constants = rng.randint(2**32, size=x.shape[2], dtype=np.uint32)
-        total = total + (x * constants).sum(2, dtype=jnp.uint32)
-    return total
-
-
-def count_bonus(args, curiosity, things, start):
-    """The bonus [T, N] of T steps in N environments, see `Curiosity`; returns (curiosity, bonus).
-
-    `things`, a tree of [T + 1, N, ...], are what is counted, before each step and after the last
-    one; `start` [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins
-    with the last ones: to meet them again there changes nothing.
-    """
-    places = hash_things(things) >> (32 - HASH_BITS)
-
-    def look(carry, thing):  # of one environment, one step
-        last_episode, episode = carry
-        place, start = thing
-        episode = episode + start
-        is_new = last_episode[place] != episode
-        return (last_episode.at[place].set(episode), episode), is_new
-
-    carry = (curiosity.last_episode, curiosity.episode)
-    (last_episode, episode), is_new = jax.lax.scan(jax.vmap(look), carry, (places, start))
-    places, is_new, start = places[1:], is_new[1:], start[1:]  # what an action led to
-    visits = curiosity.visits.at[places].add(is_new)
-    visits = jnp.maximum(visits, curiosity.visits)  # stays at 2^31 - 1 instead of turning negative
-    n = jnp.maximum(visits[places], 1)  # 0 of what only the start of training met
-    bonus = args.int_coef * (is_new & ~start) / jnp.sqrt(n)
-    return Curiosity(visits=visits, last_episode=last_episode, episode=episode), bonus
-
-
-def compute_gae(
-    reward, value, next_value, terminated, truncated, gamma, gae_lambda, *, platform=None
-):
+def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -3037,7 +2912,7 @@ def compute_gae(
         return advantage, advantage
 
     start = jnp.zeros_like(delta[0])
-    unroll = gpu_unroll(platform, 16)
+    unroll = gpu_unroll(16)
     _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
     return advantage
 
@@ -3263,10 +3138,8 @@ class TrainState(NamedTuple):
     params: dict
     opt_state: optax.OptState
     env_state: GridState  # of [N]
-    trial: Any  # `Trial` of [N], () without trials
     agent_state: AgentState  # of [N]
     stats: EpisodeStats  # of [N]
-    curiosity: Any  # `Curiosity` of [N], () without the bonus
     key: jax.Array  # PRNG key
     update: jax.Array  # [], updates done
 
@@ -3281,10 +3154,8 @@ def init_train_state(args, key):
         params=params,
         opt_state=make_optimizer(args).init(params),
         env_state=env_state,
-        trial=init_trial(args, env_state),
         agent_state=init_agent_state(args, args.num_envs),
         stats=init_episode_stats(args.num_envs),
-        curiosity=init_curiosity(args),
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
@@ -3293,55 +3164,32 @@ def init_train_state(args, key):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
-def update(args, state, *, platform=None, sharding=None):
+def update(args, state, *, sharding=None):
     """One PPO update of one agent; returns (state, metrics {tag: []}).
 
-    `platform` ("cpu", "gpu", "tpu") picks what is faster there, `sharding` spreads the environments
-    of a minibatch [T, M] over devices. Without them this is plain JAX, for `jit` and `vmap` on any
-    device.
+    `sharding` spreads the environments of a minibatch [T, M] over devices. Without it this is plain
+    JAX, for `jit` and `vmap`.
     """
     env = make_env(args)
     rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
 
     # --- Play ---
-    env_state, trial, agent_state, stats, trajectory, truncated_state = rollout(
-        args,
-        env,
-        state.params,
-        state.env_state,
-        state.trial,
-        state.agent_state,
-        state.stats,
-        rollout_key,
-        platform=platform,
+    env_state, agent_state, stats, trajectory, truncated_state = rollout(
+        args, env, state.params, state.env_state, state.agent_state, state.stats, rollout_key
     )
-
-    # --- Reward what is new ---
-    reward, curiosity = trajectory.reward, state.curiosity
-    if args.count_bonus:
-        last = make_inputs(env, env_state, agent_state)  # after the last step
-        things, start = jax.tree.map(
-            lambda steps, x: jnp.concatenate([steps, x[None]]),
-            (trajectory.inputs.obs, trajectory.inputs.start),
-            (last.obs, last.start),
-        )
-        things = jax.vmap(jax.vmap(env.at_hand))(things)
-        curiosity, bonus = count_bonus(args, curiosity, things, start)
-        reward = reward + bonus
 
     # --- Advantages ---
     value, next_value = trajectory_values(
         args, env, state.params, trajectory, (env_state, agent_state), truncated_state
     )
     advantage = compute_gae(
-        reward,
+        trajectory.reward,
         value,
         next_value,
         trajectory.terminated,
         trajectory.truncated,
         args.gamma,
         args.gae_lambda,
-        platform=platform,
     )
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
@@ -3371,16 +3219,12 @@ def update(args, state, *, platform=None, sharding=None):
         "charts/episodic_return": mean_of_ended(stats.last_return),
         "charts/episodic_length": mean_of_ended(stats.last_length),
     }
-    if args.count_bonus:
-        metrics["charts/intrinsic_reward"] = bonus.mean()
     state = TrainState(
         params=params,
         opt_state=opt_state,
         env_state=env_state,
-        trial=trial,
         agent_state=agent_state,
         stats=stats,
-        curiosity=curiosity,
         key=next_key,
         update=state.update + 1,
     )
@@ -3461,15 +3305,10 @@ def state_shardings(args):
         return jax.NamedSharding(mesh, jax.P(DEVICES))
     everywhere = jax.NamedSharding(mesh, jax.P())
     by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    curiosity = ()
-    if args.count_bonus:
-        curiosity = Curiosity(
-            visits=everywhere, last_episode=by_environment, episode=by_environment
-        )
     fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
-    for name in ("env_state", "trial", "agent_state", "stats"):
+    for name in ("env_state", "agent_state", "stats"):
         fields[name] = by_environment
-    return TrainState(**fields | {"curiosity": curiosity})
+    return TrainState(**fields)
 
 
 def over_agents(function, platform):
@@ -3517,7 +3356,7 @@ def make_train_chunk(args):
     sharding = None
     if not spreads_agents(args):
         sharding = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [T, M]
-    update_agent = functools.partial(update, args, platform=platform, sharding=sharding)
+    update_agent = functools.partial(update, args, sharding=sharding)
     update_agents = over_agents(update_agent, platform)
     if spreads_agents(args) and args.num_devices > 1:
         layout = dict(mesh=mesh, in_specs=jax.P(DEVICES), out_specs=jax.P(DEVICES))
@@ -3630,15 +3469,15 @@ def agree_on_signal(signals):
 
 
 class Evaluation(NamedTuple):
-    """The C episodes of a trial in E environments, and what it takes to draw those of the first
-    environment.
+    """Episodes in E environments, and what it takes to draw that of the first environment.
 
     S is max_episode_steps + 1; states after the end of an episode mean nothing.
     """
 
-    episode_return: jax.Array  # [C, E]
-    episode_length: jax.Array  # [C, E]
-    states: GridState  # of [C, S]
+    episode_return: jax.Array  # [E]
+    episode_length: jax.Array  # [E]
+    states: Any  # of [S]
+    trial_returns: Any  # [E, C], of each episode of `Trials`; () without trials
 
 
 class EvaluationStep(NamedTuple):
@@ -3646,75 +3485,68 @@ class EvaluationStep(NamedTuple):
 
     t: jax.Array  # []
     running: jax.Array  # [E], episodes that have not ended
-    env_state: GridState  # of [E]
+    env_state: Any  # of [E]
     agent_state: AgentState  # of [E]
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    states: GridState  # of [S], of the first environment so far
+    states: Any  # of [S], of the first environment so far
 
 
 def evaluate(args, params, key):
-    """An episode, or a trial of C, of one agent in each of E environments: an `Evaluation`.
+    """An episode (or trial) of one agent in each of E environments: an `Evaluation`.
 
     Each is played on a fresh level, by the most likely actions or by drawn ones (`eval_mode`).
     """
     env = make_env(args)
     num_envs = args.eval_episodes
-    reset_key, episodes_key = jax.random.split(key)
+    reset_key, episode_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
+    action_key, step_key = jax.random.split(jax.random.split(episode_key, 1)[0])
 
-    def play_episode(agent_state, key):
-        action_key, step_key = jax.random.split(key)
+    def is_running(now):
+        return (now.t < env.max_episode_steps) & now.running.any()
 
-        def is_running(now):
-            return (now.t < env.max_episode_steps) & now.running.any()
-
-        def env_step(now):
-            inputs = make_inputs(env, now.env_state, now.agent_state)
-            dist, _, rnn_state = forward_step(args, params, inputs, now.agent_state.rnn_state)
-            action = dist.mode()
-            if args.eval_mode == "sampled":
-                action = dist.sample(jax.random.fold_in(action_key, now.t))
-            keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
-            env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
-            agent_state = agent_state_after(args, rnn_state, action, reward)
-            return EvaluationStep(
-                t=now.t + 1,
-                running=now.running & ~terminated,
-                env_state=env_state,
-                # What an agent remembers at the end of its episode stays, for the trial's next one.
-                agent_state=select(now.running, agent_state, now.agent_state),
-                episode_return=now.episode_return + jnp.where(now.running, reward, 0),
-                episode_length=now.episode_length + now.running,
-                states=jax.tree.map(
-                    lambda states, x: states.at[now.t + 1].set(x[0]), now.states, env_state
-                ),
-            )
-
-        def room_for_states(x):  # [E, ...] -> [S, ...]
-            return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
-
-        start = EvaluationStep(
-            t=jnp.int32(0),
-            running=jnp.ones(num_envs, bool),
-            env_state=start_state,
-            agent_state=agent_state,
-            episode_return=jnp.zeros(num_envs, jnp.float32),
-            episode_length=jnp.zeros(num_envs, jnp.int32),
-            states=jax.tree.map(room_for_states, start_state),
-        )
-        # Good policies need a fraction of the time limit, so this ends with the last episode.
-        end = jax.lax.while_loop(is_running, env_step, start)
-        agent_state = end.agent_state
-        if args.episodes_per_trial > 1:
-            agent_state = agent_state._replace(prev_ended=jnp.ones(num_envs, bool))
-        return agent_state, Evaluation(
-            episode_return=end.episode_return, episode_length=end.episode_length, states=end.states
+    def env_step(now):
+        inputs = make_inputs(env, now.env_state, now.agent_state)
+        dist, _, rnn_state = forward_step(args, params, inputs, now.agent_state.rnn_state)
+        action = dist.mode()
+        if args.eval_mode == "sampled":
+            action = dist.sample(jax.random.fold_in(action_key, now.t))
+        keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
+        env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
+        return EvaluationStep(
+            t=now.t + 1,
+            running=now.running & ~terminated,
+            env_state=env_state,
+            agent_state=agent_state_after(rnn_state, action, reward),
+            episode_return=now.episode_return + jnp.where(now.running, reward, 0),
+            episode_length=now.episode_length + now.running,
+            states=jax.tree.map(
+                lambda states, x: states.at[now.t + 1].set(x[0]), now.states, env_state
+            ),
         )
 
-    episode_keys = jax.random.split(episodes_key, args.episodes_per_trial)
-    _, evaluation = jax.lax.scan(play_episode, init_agent_state(args, num_envs), episode_keys)
-    return evaluation
+    def room_for_states(x):  # [E, ...] -> [S, ...]
+        return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
+
+    start = EvaluationStep(
+        t=jnp.int32(0),
+        running=jnp.ones(num_envs, bool),
+        env_state=start_state,
+        agent_state=init_agent_state(args, num_envs),
+        episode_return=jnp.zeros(num_envs, jnp.float32),
+        episode_length=jnp.zeros(num_envs, jnp.int32),
+        states=jax.tree.map(room_for_states, start_state),
+    )
+    # Good policies need a fraction of the time limit, so this ends with the last episode.
+    end = jax.lax.while_loop(is_running, env_step, start)
+    return Evaluation(
+        episode_return=end.episode_return,
+        episode_length=end.episode_length,
+        states=end.states,
+        # Steps after the end of a trial belong to none of its episodes.
+        trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else (),
+    )
 
 
 def make_evaluate(args):
@@ -3739,7 +3571,7 @@ def summarize_evaluation(args, evaluation, finite):
     """
     if not finite.any():
         raise RunError("the parameters of all agents are NaN or infinite")
-    returns = np.asarray(evaluation.episode_return, float)  # [K, C, E]
+    returns = np.asarray(evaluation.episode_return, float)  # [K, E]
     lengths = np.asarray(evaluation.episode_length, float)
 
     def scores(agents, axes):  # means over these axes, of one or several agents
@@ -3752,14 +3584,15 @@ def summarize_evaluation(args, evaluation, finite):
         return {name: number.tolist() for name, number in numbers.items()}
 
     summary = {
-        "eval_episodes": args.eval_episodes * args.episodes_per_trial,
+        "eval_episodes": args.eval_episodes,
         "eval_mode": args.eval_mode,
-        **scores(finite, (0, 1, 2)),
-        "eval_return_ci95": bootstrap_interval(returns[finite].mean((1, 2))),
-        "per_seed": scores(slice(None), (1, 2)),
+        **scores(finite, (0, 1)),
+        "eval_return_ci95": bootstrap_interval(returns[finite].mean(1)),
+        "per_seed": scores(slice(None), 1),
     }
     if args.episodes_per_trial > 1:  # of the first, second, ... episode of a trial
-        summary["trial_episodes"] = scores(finite, (0, 2))
+        rates = (np.asarray(evaluation.trial_returns)[finite] > 0).mean((0, 1))
+        summary["trial_success_rates"] = rates.tolist()
     return summary
 
 
@@ -3778,7 +3611,7 @@ def finite_agents(params):
 
 
 def record_video(args, evaluation, folder, name, width=320, max_frames=1000):
-    """Writes the first agent's first episode, or trial, as a GIF of at most `max_frames`.
+    """Writes the first agent's first episode (or trial) as a GIF of at most `max_frames`.
 
     Returns its path, None where the environment has no `render`.
     """
@@ -3786,12 +3619,11 @@ def record_video(args, evaluation, folder, name, width=320, max_frames=1000):
     if not hasattr(env, "render"):
         return None
     states = jax.tree.map(lambda x: x[0] if is_key(x) else np.asarray(x[0]), evaluation.states)
-    lengths = np.asarray(evaluation.episode_length[0, :, 0], int)
-    moments = ((episode, t) for episode, length in enumerate(lengths) for t in range(length + 1))
+    num_frames = min(max_frames, int(evaluation.episode_length[0, 0]) + 1)
     method = Image.Quantize.MAXCOVERAGE  # a level has some 80 colours at most: each keeps its own
     frames = []
-    for moment in itertools.islice(moments, max_frames):
-        state = jax.tree.map(operator.itemgetter(moment), states)
+    for t in range(num_frames):
+        state = jax.tree.map(operator.itemgetter(t), states)
         picture = Image.fromarray(env.render(state, width // env.width))
         frames.append(picture.quantize(256, method))
     path = pathlib.Path(folder, f"{name}.gif")
@@ -4140,7 +3972,6 @@ def check_args(args):
     check(0 <= args.clip_coef < math.inf, "--clip-coef must be at least 0")
     check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
     check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
-    check(0 <= args.int_coef < math.inf, "--int-coef must be at least 0")
     check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
     limited = args.target_kl is None or 0 <= args.target_kl < math.inf
     check(limited, "--target-kl must be at least 0 and finite")
@@ -4267,8 +4098,8 @@ def describe(summary):
     score = f"{summary['eval_mode']} return {summary['eval_return_mean']:.3f}"
     score += f", success rate {summary['success_rate']:.3f}"
     score += f" over {summary['eval_episodes']} episodes"
-    if "trial_episodes" in summary:
-        rates = [f"{rate:.3f}" for rate in summary["trial_episodes"]["success_rate"]]
+    if "trial_success_rates" in summary:
+        rates = [f"{rate:.3f}" for rate in summary["trial_success_rates"]]
         score += f" (of a trial's first, second, ... episode {', '.join(rates)})"
     return score
 
@@ -4369,7 +4200,7 @@ def main(words=None):
                 with logger.paused():
                     if eval_due:
                         evaluation = evaluate_agents(state.params, evaluation_keys(args))
-                        scores = np.asarray(evaluation.episode_return).mean((1, 2))  # [K]
+                        scores = np.asarray(evaluation.episode_return).mean(1)  # [K]
                         logger.write(done, {"eval/episodic_return": scores})
                         logger.flush()
                     if save_due:  # after it nothing is repeated: all that is logged comes before

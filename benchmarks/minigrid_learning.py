@@ -2,7 +2,7 @@
 
     python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9  # without any id, all of RUNS
     python benchmarks/minigrid_learning.py --cut MemoryS13  # its hidden state is always zero
-    python benchmarks/minigrid_learning.py --no-bonus MultiRoom-N4-S5-v1  # without --count-bonus
+    python benchmarks/minigrid_learning.py --no-bonus MultiRoom-N4-S5-v1  # without the bonus
     python benchmarks/minigrid_learning.py --img-obs Empty-8x8  # from pixels
     python benchmarks/minigrid_learning.py FourRooms --out FILE -- --learning-rate 5e-4
 
@@ -17,6 +17,7 @@ xminigrid, and is nothing that Farama has.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -32,6 +33,7 @@ import flax.linen as nn
 import gymnasium
 import jax
 import jax.numpy as jnp
+import minigrid_count_bonus
 import numpy as np
 import xland_tasks
 from minigrid.envs import MemoryEnv  # minigrid also registers the ids
@@ -51,7 +53,7 @@ MEMORY = dict(
 # Where random play succeeds in some percent of the episodes, and what is to be learned is which
 # thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
 MISSION = dict(norm_adv=True, ent_coef=0.01)
-# Where random play hardly ever succeeds: the bonus for what is new leads there.
+# Where random play hardly ever succeeds: the bonus of minigrid_count_bonus.py leads there.
 EXPLORE = dict(
     num_envs=1024,
     num_steps=64,
@@ -61,7 +63,7 @@ EXPLORE = dict(
     gae_lambda=0.95,
     norm_adv=True,
     ent_coef=0.01,
-    count_bonus=True,
+    int_coef=0.05,
 )
 RUNS = {
     "Empty-8x8": dict(),
@@ -168,7 +170,6 @@ def farama_success(args, params, episodes):
             prev_action=agent_state.prev_action,
             prev_reward=agent_state.prev_reward,
             start=agent_state.start,
-            prev_ended=agent_state.prev_ended,
         )
         dist, _, rnn_state = script.forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.sample(key) if args.eval_mode == "sampled" else dist.mode()
@@ -184,13 +185,16 @@ def farama_success(args, params, episodes):
         is_counted = played + np.arange(side_by_side) < episodes
         agent_state = blank
         for episode in range(args.episodes_per_trial):
-            running = is_counted.copy()
+            running, is_first_step = is_counted.copy(), True
             observations = [game.reset(seed=played + i)[0] for i, game in enumerate(games)]
             while running.any():
                 obs = {
                     "image": np.stack([obs["image"] for obs in observations]),
                     "direction": np.array([obs["direction"] for obs in observations], np.int32),
                 }
+                if args.episodes_per_trial > 1:
+                    obs["restarted"] = np.full(side_by_side, is_first_step and episode > 0)
+                is_first_step = False
                 if env.observes_mission:
                     missions = [mission_numbers(env, obs["mission"]) for obs in observations]
                     obs["mission"] = np.array(missions, np.int32)
@@ -203,10 +207,8 @@ def farama_success(args, params, episodes):
                     observations[i], rewards[i], terminated, truncated, _ = outcome
                     running[i] = not (terminated or truncated)
                 successes[episode] += (rewards > 0).sum()
-                now = script.agent_state_after(args, rnn_state, action, rewards)
+                now = script.agent_state_after(rnn_state, action, rewards)
                 agent_state = script.select(plays, now, agent_state)
-            if args.episodes_per_trial > 1:
-                agent_state = agent_state._replace(prev_ended=np.ones(side_by_side, bool))
         played += side_by_side
     return successes / episodes
 
@@ -228,7 +230,7 @@ def run(env_id, choice, flags):
         pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
         xland_tasks.write_tasks(options["benchmark_id"], 64)
     if choice.no_bonus:
-        options["count_bonus"] = False
+        options.pop("int_coef", None)
     if choice.total_timesteps:
         options["total_timesteps"] = choice.total_timesteps
     start = time.perf_counter()
@@ -245,7 +247,7 @@ def run(env_id, choice, flags):
     result["args"] = {name: x for name, x in summary["args"].items() if name not in paths}
     args, state = script.load_run(run_dir)
     if args.episodes_per_trial > 1:
-        result["trial_success_rates"] = summary["trial_episodes"]["success_rate"]
+        result["trial_success_rates"] = summary["trial_success_rates"]
     if not env_id.startswith(script.XLAND):
         params = jax.tree.map(lambda x: x[0], state.params)
         farama = farama_success(args, params, choice.episodes)
@@ -262,7 +264,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("ids", nargs="*", help="environments, as in RUNS; if none, all of these")
     parser.add_argument("--cut", action="store_true", help="train without recurrence")
-    parser.add_argument("--no-bonus", action="store_true", help="train without --count-bonus")
+    parser.add_argument("--no-bonus", action="store_true", help="train without the bonus")
     parser.add_argument("--img-obs", action="store_true", help="train from pixels")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-timesteps", type=int, help="instead of those in RUNS")
@@ -281,7 +283,9 @@ def main():
     if choice.cut:
         cut_recurrence()
     for env_id in choice.ids or RUNS:
-        result = run(env_id, choice, flags)
+        has_bonus = "int_coef" in RUNS[env_id] and not choice.no_bonus
+        with minigrid_count_bonus.installed() if has_bonus else contextlib.nullcontext():
+            result = run(env_id, choice, flags)
         results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
         variant = " without recurrence" * choice.cut + " without the bonus" * choice.no_bonus
         variant += " from pixels" * choice.img_obs
