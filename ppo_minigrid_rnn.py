@@ -105,7 +105,6 @@ import time
 PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
 
 import atexit
-import bz2
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -119,7 +118,6 @@ import math
 import operator
 import os
 import pathlib
-import pickle
 import re
 import shlex
 import shutil
@@ -1753,11 +1751,7 @@ class XLand:
             needs = "needs" if has_rulesets else "has no rulesets, so no"
             raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
         if has_rulesets:
-            self.benchmark = load_rulesets(benchmark_id)
-            count = self.benchmark.num_rulesets()
-            if ruleset_id is not None and not 0 <= ruleset_id < count:
-                raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
-        self.ruleset_id = ruleset_id
+            self.benchmark = load_rulesets(benchmark_id, ruleset_id)
         self.num_actions = self.env.num_actions(self.params)
         self.max_episode_steps = self.params.max_steps
         self.width = self.params.width
@@ -1768,11 +1762,8 @@ class XLand:
         ruleset_key, places_key = jax.random.split(key)
         params = self.params
         if self.benchmark is not None:
-            ruleset_id = self.ruleset_id
-            if ruleset_id is None:
-                count = self.benchmark.num_rulesets()
-                ruleset_id = jax.random.randint(ruleset_key, (), 0, count)
-            params = params.replace(ruleset=self.benchmark.get_ruleset(ruleset_id))
+            ruleset = self.benchmark.sample_ruleset(ruleset_key)
+            params = params.replace(ruleset=ruleset)
         start = self.env.reset(params, places_key)
         return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
 
@@ -1792,44 +1783,34 @@ class XLand:
         return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
 
 
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of arrays, and refuses all else: a pickle may call any function there is."""
-
-    NEEDED = (
-        "jax._src.array._reconstruct_array",
-        "numpy.ndarray",
-        "numpy.dtype",
-        "numpy._core.multiarray._reconstruct",
-        "numpy._core.numeric._frombuffer",
-        "numpy.core.multiarray._reconstruct",  # before NumPy 2
-        "numpy.core.numeric._frombuffer",
-    )
-
-    def find_class(self, module, name):
-        """Whatever a pickle asks for by name; UnpicklingError if arrays do not need it."""
-        if f"{module}.{name}" not in self.NEEDED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no array needs")
-        return super().find_class(module, name)
+MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
 
 
-def load_rulesets(benchmark_id):
-    """XLand-MiniGrid's benchmark of a name, or in a file that its generator wrote; UsageError.
+def load_rulesets(benchmark_id, ruleset_id):
+    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
 
-    Its own benchmarks xminigrid downloads and reads itself.
+    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
+    this unpickles what is in a file, so it must come from someone whom you trust. UsageError.
     """
     from xminigrid import benchmarks
 
     known = benchmarks.registered_benchmarks()
+    is_name = benchmark_id in known
+    load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
     try:
-        if benchmark_id in known:
-            return benchmarks.load_benchmark(benchmark_id)
-        with bz2.open(benchmark_id, "rb") as file:
-            return benchmarks.Benchmark(**ArrayUnpickler(file).load())
+        rulesets = load(benchmark_id)
     except Exception as error:  # damaged bytes make pickle raise nearly anything
         what = f"neither one of {', '.join(known)} nor a file of rulesets"
-        if benchmark_id in known:
+        if is_name:
             what = "cannot be downloaded or read"
         raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
+    count = rulesets.num_rulesets()
+    chosen = slice(MAX_RULESETS)
+    if ruleset_id is not None:
+        if not 0 <= ruleset_id < count:
+            raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+        chosen = slice(ruleset_id, ruleset_id + 1)
+    return jax.tree.map(lambda x: x[chosen], rulesets)
 
 
 class TrialState(NamedTuple):
@@ -2144,32 +2125,24 @@ def orthogonal(gain):
     return draw
 
 
-def affine(w, b, x):
-    """w [features, in] times x [in, ...], plus b [features, 1] -> [features, ...].
+class Dense(nn.Module):
+    """A layer w x + b, [in, ...] -> [features, ...].
 
     Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
     small networks on a CPU than `x @ w`.
     """
-    # All axes after the first as one: with more, XLA on a CPU transposes x before each product.
-    flat = x.astype(jnp.float32).reshape(len(x), -1)
-    return (w @ flat + b).reshape(-1, *x.shape[1:])
-
-
-class Dense(nn.Module):
-    """A layer of `affine`, [in, ...] -> [features, ...]."""
 
     features: int
     gain: float
     bias_init: Callable = nn.initializers.zeros
 
     @nn.compact
-    def weights(self, num_inputs):
-        """w [features, in] and b [features, 1]."""
-        w = self.param("w", orthogonal(self.gain), (self.features, num_inputs))
-        return w, self.param("b", self.bias_init, (self.features, 1))
-
     def __call__(self, x):
-        return affine(*self.weights(len(x)), x)
+        w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
+        b = self.param("b", self.bias_init, (self.features, 1))
+        # All axes after the first as one: with more, XLA on a CPU transposes x before the product.
+        flat = x.astype(jnp.float32).reshape(len(x), -1)
+        return (w @ flat + b).reshape(-1, *x.shape[1:])
 
 
 def patches(x, size, stride):
@@ -2204,49 +2177,10 @@ def one_hot_codes(x, sizes):
     return jnp.concatenate(one_hot)
 
 
-def encode_by_products(layers, code_sizes, weights, x):
-    """Convolutions of x [F, Y, X, ...] as products with its `patches`.
-
-    x are codes or, where code_sizes is None, pixels; weights are (w, b) of each layer. Where there
-    are more layers than weights, the last ones are left out.
-    """
-    for i, ((_, size, stride), (w, b)) in enumerate(zip(layers, weights)):
-        x = patches(x, size, stride)
-        if i == 0:
-            x = one_hot_codes(x, code_sizes) if code_sizes else x / jnp.float32(255)
-        x = nn.relu(affine(w, b, x))
-    return x
-
-
-def encode_by_convolutions(layers, code_sizes, weights, x):
-    """The same as `encode_by_products`, by the convolutions that accelerators have."""
-    batch = x.shape[3:]
-    x = x.reshape(*x.shape[:3], -1)  # as one axis: a TPU fills short ones up to 128
-    for i, ((features, size, stride), (w, b)) in enumerate(zip(layers, weights)):
-        blocks = [w]
-        if i == 0 and code_sizes:  # the patches' codes, one after the other
-            blocks = jnp.split(w, size**2 * np.cumsum(code_sizes)[:-1], axis=1)
-            x = one_hot_codes(x, code_sizes)
-        elif i == 0:
-            x = x / 255
-        kernel = [block.reshape(features, size, size, -1) for block in blocks]
-        x = jax.lax.conv_general_dilated(
-            x.astype(jnp.float32),
-            jnp.concatenate(kernel, axis=-1),
-            window_strides=(stride, stride),
-            padding="VALID",
-            dimension_numbers=("CHWN", "OHWI", "CHWN"),
-        )
-        x = nn.relu(x + b[:, :, None, None])
-    return x.reshape(*x.shape[:3], *batch)
-
-
 class Encoder(nn.Module):
     """Three convolutions over the codes of a view, or four over its pixels.
 
     [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
-
-    `platform_dependent` picks one of two ways to the same result by the device it compiles for.
     """
 
     pixels: bool
@@ -2255,22 +2189,14 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, image):
         x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
-        layers, code_sizes = (PIXEL_LAYERS, None) if self.pixels else (CODE_LAYERS, self.code_sizes)
-        num_features = len(x) if self.pixels else sum(code_sizes)
-        sides, weights = x.shape[1:3], []
+        layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
         for i, (features, size, stride) in enumerate(layers):
-            if min(sides) < size:
+            if min(x.shape[1:3]) < size:
                 break
-            layer = Dense(features, math.sqrt(2), name=f"conv{i}")
-            weights.append(layer.weights(size**2 * num_features))
-            num_features = features
-            sides = [(side - size) // stride + 1 for side in sides]
-        x = jax.lax.platform_dependent(
-            weights,
-            x,
-            cpu=functools.partial(encode_by_products, layers, code_sizes),
-            default=functools.partial(encode_by_convolutions, layers, code_sizes),
-        )
+            x = patches(x, size, stride)
+            if i == 0:
+                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x, self.code_sizes)
+            x = nn.relu(Dense(features, math.sqrt(2), name=f"conv{i}")(x))
         return x.reshape(-1, *x.shape[3:])
 
 
@@ -2291,10 +2217,9 @@ class GRU(nn.Module):
     (arXiv:1804.11188).
 
     Backpropagation through time: h after step t depends on the weights through every step up to t,
-    so the gradient of the loss at step t runs back through all of them (`run_gru_backwards`). It is
-    cut in two places: at the first step, whose hidden state comes from the rollout before and is a
-    constant here; and where an episode (or a trial of several) starts, since zeros have replaced
-    the hidden state.
+    so the gradient of the loss at step t runs back through all of them. It is cut in two places: at
+    the first step, whose hidden state comes from the rollout before and is a constant here; and
+    where an episode starts, since zeros have replaced the hidden state.
     """
 
     size: int
@@ -2318,108 +2243,20 @@ class GRU(nn.Module):
         u_new = self.param("u_new", orthogonal(1.0), square)
         c = self.param("c", nn.initializers.zeros, (self.size, 1))
         u = jnp.concatenate([u_reset, u_keep, u_new])  # [3 H, H]
-        hs = run_gru(u, c, from_x, h, start)
+
+        def step(h, inputs):
+            from_x, start = inputs  # [3 H, M], [M]
+            h = jnp.where(start, 0.0, h)
+            reset_x, keep_x, new_x = jnp.split(from_x, 3)
+            reset_h, keep_h, new_h = jnp.split(u @ h, 3)
+            reset = jax.nn.sigmoid(reset_x + reset_h)
+            keep = jax.nn.sigmoid(keep_x + keep_h)
+            new = jnp.tanh(new_x + reset * (new_h + c))
+            h = (1 - keep) * new + keep * h
+            return h, h
+
+        _, hs = jax.lax.scan(step, h, (from_x, start), unroll=gpu_unroll(8))
         return hs.transpose(1, 2, 0)
-
-
-def gru_gates(from_x, from_h, c):
-    """reset, keep and new [..., H, M] in `GRU`'s equations, from W x + b and U h [..., 3 H, M]."""
-    reset_x, keep_x, new_x = jnp.split(from_x, 3, axis=-2)
-    reset_h, keep_h, new_h = jnp.split(from_h, 3, axis=-2)
-    reset = jax.nn.sigmoid(reset_x + reset_h)
-    keep = jax.nn.sigmoid(keep_x + keep_h)
-    new = jnp.tanh(new_x + reset * (new_h + c))
-    return reset, keep, new
-
-
-def scan_gru(step, h, inputs, reverse=False):
-    """`jax.lax.scan` for `GRU`; on a GPU eight steps in an iteration, as `gpu_unroll` explains.
-
-    Here and in `Encoder` `platform_dependent` picks by the device that XLA compiles for, instead of
-    a `platform` that is handed down: so the signature of `forward` stays free of it.
-    """
-
-    def scan(h, inputs, unroll):
-        return jax.lax.scan(step, h, inputs, reverse=reverse, unroll=unroll)
-
-    on_gpu = functools.partial(scan, unroll=8)
-    elsewhere = functools.partial(scan, unroll=1)
-    return jax.lax.platform_dependent(h, inputs, cuda=on_gpu, default=elsewhere)
-
-
-@jax.custom_vjp
-def run_gru(u, c, from_x, h, start):
-    """All steps of `GRU`: hidden states [T, H, M] after each.
-
-    u [3 H, H] and c [H, 1] are its weights, from_x [T, 3 H, M] the inputs' products W x + b,
-    h [H, M] the hidden state before the first step; it is forgotten where start [T, M] is set.
-
-    The gradient is written by hand below, so whoever changes `step` or `gru_gates` changes
-    `run_gru_backwards` too, or removes the decorator and `defvjp`: then JAX derives it, slower,
-    and `jax.jvp` works too.
-    """
-
-    def step(h, inputs):
-        from_x, start = inputs
-        h = jnp.where(start, 0.0, h)
-        _, keep, new = gru_gates(from_x, u @ h, c)
-        h = (1 - keep) * new + keep * h
-        return h, h
-
-    _, hs = scan_gru(step, h, (from_x, start))
-    return hs
-
-
-def run_gru_forwards(u, c, from_x, h, start):
-    """`run_gru`, and what its gradient needs: arguments and hidden states, but no gates."""
-    hs = run_gru(u, c, from_x, h, start)
-    return hs, (u, c, from_x, h, start, hs)
-
-
-def run_gru_backwards(residuals, d_hs):
-    """Backpropagation through time by hand: gradients of the loss for `run_gru`'s arguments.
-
-    JAX's own backward pass keeps a dozen arrays of every step and adds up the gradient of u step by
-    step. But once all hidden states are known, so are the gates: one product gives those of all
-    steps. How a step passes a gradient on is then linear in it, with slopes known in advance. Let
-    d_h be the gradient for h after step t, and d_out its part from the loss at that step:
-
-        d_from_h  = [d_h, d_h, d_h] * slopes_h for the products U h of the three gates
-        d_h(t-1)  = keep * d_h + u^T d_from_h + d_out(t-1)
-
-    and so on, backwards in time, where the first two terms are 0 if an episode starts at step t.
-    So the loop has one product a step, and that for u is again one for all steps. slopes_x, for the
-    products W x + b, differ where the reset gate stands in between.
-    """
-    u, c, from_x, h, start, hs = residuals
-    passes = 1.0 - start[:, None]  # [T, 1, M]: nothing passes the start of an episode
-    h_before = passes * jnp.concatenate([h[None], hs[:-1]])  # [T, H, M]
-    from_h = jnp.einsum("gh,thm->tgm", u, h_before)
-    reset, keep, new = gru_gates(from_x, from_h, c)
-    new_h = jnp.split(from_h, 3, axis=1)[2]
-    new_slope = (1 - keep) * (1 - new**2)
-    reset_slope = new_slope * (new_h + c) * reset * (1 - reset)
-    keep_slope = (h_before - new) * keep * (1 - keep)
-    slopes_x = jnp.concatenate([reset_slope, keep_slope, new_slope], axis=1)  # [T, 3 H, M]
-    slopes_h = jnp.concatenate([reset_slope, keep_slope, new_slope * reset], axis=1)
-
-    def step(d_h, inputs):
-        d_out, slopes, keep = inputs
-        d_h = d_h + d_out  # from the steps after this one, and from the loss at this one
-        d_from_h = jnp.concatenate([d_h] * 3) * slopes  # [3 H, M]
-        return keep * d_h + u.T @ d_from_h, d_h
-
-    # Starts of episodes are multiplied in beforehand, so that the loop has one slice less to cut.
-    backwards = (d_hs, passes * slopes_h, passes * keep)
-    d_first, d_h = scan_gru(step, jnp.zeros_like(h), backwards, reverse=True)
-    d_gates = jnp.concatenate([d_h] * 3, axis=1)  # [T, 3 H, M]: d_h once for each gate
-    d_from_x, d_from_h = d_gates * slopes_x, d_gates * slopes_h
-    d_u = jnp.einsum("tgm,thm->gh", d_from_h, h_before)
-    d_c = jnp.split(d_from_h, 3, axis=1)[2].sum((0, 2))[:, None]
-    return d_u, d_c, d_from_x, d_first, None
-
-
-run_gru.defvjp(run_gru_forwards, run_gru_backwards)
 
 
 class ActorCritic(nn.Module):
