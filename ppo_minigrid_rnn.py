@@ -171,17 +171,6 @@ Count = Annotated[
 ]
 
 
-def full_id(text):
-    """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out.
-
-    Those of XLand-MiniGrid are whole.
-    """
-    if text.startswith(XLAND):
-        return text
-    name = text.removeprefix("MiniGrid-")
-    return f"MiniGrid-{name}" if name.endswith(("-v0", "-v1")) else f"MiniGrid-{name}-v0"
-
-
 EnvId = Annotated[
     str,
     tyro.constructors.PrimitiveConstructorSpec(
@@ -325,31 +314,46 @@ class Args:
 # Environment
 # ==================================================================================================
 
-# --- Cells, actions and the view ---
+# --- Cells and words ---
 
-# A cell of the grid is one byte, kind + colour: a third of the memory traffic of Farama's triples
-# (object, colour, state). Kinds are multiples of 8; up to LAVA they are 8 times Farama's object
-# codes (its 10, the agent, is in no cell here). The state, which only doors have, is folded in as
-# two more kinds of door. A box that hides a key is a kind of its own too; its colour is the key's.
-# A new kind is 13, 14 or 15 times 8 (more need a larger NUM_CELLS). What it does goes into
-# `MiniGrid.transition`, its picture into SHAPES (without one it looks empty), its object code, its
-# kind / 8, into the level's `code_sizes`, as in (14, 6, 3): codes beyond them the agent sees as
-# nothing at all. It hides what is behind it unless `is_clear` in `MiniGrid.view` says otherwise.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
-UNSEEN = 0 * 8
-EMPTY = 1 * 8
-WALL = 2 * 8
-FLOOR = 3 * 8
-DOOR_OPEN = 4 * 8
-KEY = 5 * 8
-BALL = 6 * 8
-BOX = 7 * 8
-GOAL = 8 * 8
-LAVA = 9 * 8
-KEY_BOX = 10 * 8
-DOOR_CLOSED = 11 * 8
-DOOR_LOCKED = 12 * 8
+# A cell of the grid is one byte, kind + colour. That is a third of the memory traffic of Farama's
+# triples of object, colour and state. Kinds are multiples of 8, at most 15 of them.
+UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA = range(0, 80, 8)
+KEY_BOX, DOOR_CLOSED, DOOR_LOCKED = range(80, 104, 8)
 NUM_CELLS = 128  # bytes that may stand for a cell
+
+
+class Kind(NamedTuple):
+    """A kind of cells. What toggling it does stands in `MiniGrid.transition`.
+
+    A kind of your own needs a row in KINDS, for its picture one in PICTURES and, if its object code
+    is a new one, an environment with larger `code_sizes`: codes beyond them the agent does not see.
+    """
+
+    object: int  # Farama's code
+    state: int = 0  # Farama's code of a door's: open, closed, locked
+    is_clear: bool = True  # light passes
+    can_enter: bool = False  # the agent may go there; `transition` tells what goal and lava do then
+    can_carry: bool = False  # the agent may pick it up
+
+
+KINDS = {
+    UNSEEN: Kind(object=0),
+    EMPTY: Kind(object=1, can_enter=True),
+    WALL: Kind(object=2, is_clear=False),
+    FLOOR: Kind(object=3, can_enter=True),
+    DOOR_OPEN: Kind(object=4, state=0, can_enter=True),
+    DOOR_CLOSED: Kind(object=4, state=1, is_clear=False),
+    DOOR_LOCKED: Kind(object=4, state=2, is_clear=False),
+    KEY: Kind(object=5, can_carry=True),
+    BALL: Kind(object=6, can_carry=True),
+    BOX: Kind(object=7, can_carry=True),
+    KEY_BOX: Kind(object=7, can_carry=True),  # its colour is the key's
+    GOAL: Kind(object=8, can_enter=True),
+    LAVA: Kind(object=9, can_enter=True),
+}
+CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
 
 GREY_WALL = WALL + GREY
 GREEN_GOAL = GOAL + GREEN
@@ -358,22 +362,12 @@ BLUE_BALL = BALL + BLUE
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 
-# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. Another odd
-# number, written here, works for levels that `see_through_walls`; what light reaches,
-# `spread_light` and the bits in `MiniGrid.view`, is written for 7.
-VIEW = 7
-AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
-TILE = 8  # pixels of a cell's side in the view of --img-obs
-CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
-
-
 # What differs between the missions of one environment: each varying part of the sentence is one of
 # these, so a mission is a few whole numbers. Colours and things are in the order of their codes.
+# Words of your own go to the end. That widens a layer, so saved agents with a mission do not fit.
 COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
 THING_WORDS = ["key", "ball", "box"]
 VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
-# Words of your own go to the end. That widens a layer, so saved agents with a mission do not fit. A
-# number beyond WORDS the agent sees as no word; `MiniGrid.mission`, which no run calls, fails then.
 WORDS = COLOUR_WORDS + THING_WORDS + VERB_WORDS
 
 
@@ -387,6 +381,12 @@ def colour_of(cells):
     return cells & 7
 
 
+def are(cells, flag):
+    """Which of the cells are of a kind with a flag of `Kind`, such as "is_clear"."""
+    kinds_as_bits = sum(1 << kind // 8 for kind, row in KINDS.items() if getattr(row, flag))
+    return (np.int32(kinds_as_bits) >> (cells >> 3)) & 1 == 1
+
+
 def words_of(cell):
     """The mission's numbers for a key, ball or box: (colour, thing)."""
     return colour_of(cell), (cell - KEY) // 8 + len(COLOUR_WORDS)
@@ -398,17 +398,12 @@ def named(colour, thing):
 
 
 def unpack(cells):
-    """Cells [...] as Farama's codes [..., 3] uint8: object, colour and state of a door.
-
-    The state is 0 for an open, 1 for a closed, 2 for a locked door, and 0 for anything else.
-    """
-    number = np.arange(NUM_CELLS)
-    kind = kind_of(number)
-    state = np.where(kind == DOOR_LOCKED, 2, np.where(kind == DOOR_CLOSED, 1, 0))
-    obj = np.where(state > 0, DOOR_OPEN, kind)
-    obj = np.where(kind == KEY_BOX, BOX, obj)  # nobody sees what is inside
-    colour = np.where(kind == KEY_BOX, GREY, colour_of(number))
-    table = np.stack([obj // 8, colour, state], axis=1).astype(np.uint8)
+    """Cells [...] as Farama's codes [..., 3] uint8: object, colour and state of a door."""
+    table = np.zeros((NUM_CELLS, 3), np.uint8)
+    for kind, row in KINDS.items():
+        for colour in range(8):
+            seen_colour = GREY if kind == KEY_BOX else colour  # nobody sees what is inside
+            table[kind + colour] = row.object, seen_colour, row.state
     return at(table, cells)  # a look-up is cheaper than stacking three results
 
 
@@ -422,6 +417,16 @@ def put(grid, cells, value):
     # A comparison with every cell: a scatter is slower on a CPU.
     chosen = (np.arange(grid.size, dtype=np.int32) == jnp.reshape(cells, (-1, 1))).any(0)
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
+
+
+# --- The view ---
+
+# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. Another odd
+# number, written here, works for levels that `see_through_walls`; what light reaches,
+# `spread_light` and the bits in `MiniGrid.view`, is written for 7.
+VIEW = 7
+AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
+TILE = 8  # pixels of a cell's side in the view of --img-obs
 
 
 @functools.cache
@@ -505,6 +510,27 @@ class Level(NamedTuple):
     mission: tuple = ()  # indices into WORDS, of what `MiniGrid.sentence` leaves open
 
 
+class Uniforms:
+    """Hands out the random numbers of a level, each of them once and in order.
+
+    >>> draw = Uniforms(np.array([0.1, 0.2, 0.3, 0.4]))
+    >>> float(draw()), draw(3).tolist(), draw.count
+    (0.1, [0.2, 0.3, 0.4], 4)
+    """
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+        self.count = 0  # how many it has handed out
+
+    def __call__(self, *shape):
+        """The next numbers, an array of this shape; ValueError where there are too few."""
+        first = self.count
+        self.count += math.prod(shape)
+        if self.count > len(self.numbers):
+            raise ValueError(f"a level has {len(self.numbers)} random numbers, not {self.count}")
+        return self.numbers[first : self.count].reshape(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class MiniGrid:
     """One of Farama's MiniGrid environments; one copy of it, to be vmapped.
@@ -524,48 +550,39 @@ class MiniGrid:
     open door too, is a collision there and ends the episode with reward -1. Playground has no goal.
 
     A mission is the sentence that says what to do. Where levels of one id differ in it, the state
-    holds the words that differ as numbers. Four families cannot be played without knowing them:
-    these observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows
-    what to do, so they do not, although their sentences differ too; `mission` has them all.
+    holds the words that differ as numbers. Four families cannot be played without knowing them, and
+    observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows what to
+    do.
 
     The agent does not see the state. It sees the cells in front of it, in its own frame of
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
-    A new level is a function like `lava_gap_level` and a line in `TABLE`. The line says what
-    differs: `num_uniforms` where it takes more than 29 random numbers, `end_rule` for another end,
-    `sentence` and, where the agent must know the words, `observes_mission` (without it nobody is
-    told). What actions do stands in `transition`. A level has walls all around: nothing checks
-    whether the agent leaves the grid. Width, height and time limit are the same in all levels of an
-    id; a smaller room stands in a corner of the grid, as in `go_to_door_level`, and is the region
-    of `random_cell`.
+    A new level is a function like `lava_gap_level` and a row in `TABLE`; both stand in the section
+    Catalogue. Width, height and time limit are the same in all levels of an id; a smaller room
+    stands in a corner of the grid, as in `go_to_door_level`.
 
-    Evaluation counts an episode as a success if its return is positive. So a reward of your own for
-    the way there, which the agent would observe too, spoils that number: add it to the rewards of
-    the trajectory in `update`, for the learner only (benchmarks/minigrid_count_bonus.py).
+    Evaluation counts an episode as a success if its return is positive. A reward of your own for
+    the way there would spoil that number: add it to the rewards of the trajectory in `update`, for
+    the learner only, as benchmarks/minigrid_count_bonus.py does.
 
     An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
     `max_episode_steps`, `code_sizes`, and for videos `width` and `render(state, tile_size)`. States
-    and observations may have any structure, shapes and types (but `ActorCritic` and the check in
-    `forward` take this one's observations: change them too; an image of other codes needs only
-    other `code_sizes`, as in `XLand`). The reward is float32, `terminated` a bool. Neither time
-    limit nor reset belong inside: `rollout` takes care of both.
+    and observations may have any structure, but `ActorCritic` and the check in `forward` take this
+    one's observations. An image of other codes needs only other `code_sizes`, as in `XLand`. The
+    reward is float32, `terminated` a bool. Time limit and reset are `rollout`'s.
     """
 
     env_id: str
     width: int
     height: int
     max_episode_steps: int
-    level: Callable  # (env, uniforms [num_uniforms]) -> Level
+    level: Callable  # (env, draw), a `Uniforms` -> Level
     end_rule: Callable | None = None  # (env, before, action, after) -> (success [], failure [])
     sentence: str = "get to the green goal square"  # the mission, with {} for each word of a level
     observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
-    # Random numbers that a level may use; KeyCorridor with three rows takes all of these. Too few
-    # are an error where the level unpacks or reshapes them, but an index beyond the last one is not
-    # (JAX then takes the last one), nor is a slice, which is merely shorter.
-    num_uniforms: int = 29
     num_actions: int = 7
     code_sizes: tuple = CODE_SIZES
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
@@ -573,8 +590,7 @@ class MiniGrid:
 
     def reset(self, key):
         """A start state, drawn with a PRNG key from Farama's distribution of levels."""
-        uniforms = jax.random.uniform(key, (self.num_uniforms,))
-        level = self.level(self, uniforms)
+        level = self.level(self, Uniforms(jax.random.uniform(key, (num_uniforms(self),))))
         return GridState(
             grid=level.grid,
             position=jnp.int32(level.position),
@@ -587,9 +603,7 @@ class MiniGrid:
 
     def step(self, key, state, action):
         """One step; returns (state, reward [], terminated []). `key` moves the obstacles."""
-        marks = state.marks
-        if self.num_obstacles:
-            marks = self.move_obstacles(key, state)
+        marks = self.move_obstacles(key, state) if self.num_obstacles else state.marks
         return self.transition(state, action, marks)
 
     def front(self, state):
@@ -613,11 +627,9 @@ class MiniGrid:
         kind, colour = kind_of(cell), colour_of(cell)
 
         # --- What does the action do? ---
-        is_free = (kind == EMPTY) | (kind == FLOOR) | (kind == DOOR_OPEN)
-        is_portable = ((kind >= KEY) & (kind <= BOX)) | (kind == KEY_BOX)  # balls lie between
         hand_is_empty = state.carrying == EMPTY
-        enters = (action == FORWARD) & (is_free | (kind == GOAL) | (kind == LAVA))
-        takes = (action == PICKUP) & is_portable & hand_is_empty
+        enters = (action == FORWARD) & are(cell, "can_enter")
+        takes = (action == PICKUP) & are(cell, "can_carry") & hand_is_empty
         drops = (action == DROP) & (kind == EMPTY) & ~hand_is_empty
         has_key = state.carrying == KEY + colour
         opens = (kind == DOOR_CLOSED) | ((kind == DOOR_LOCKED) & has_key)
@@ -729,8 +741,7 @@ class MiniGrid:
         rows_per_word = 4
         bits_per_word = rows_per_word * VIEW
         bit = np.arange(VIEW**2) % bits_per_word  # of each cell, in its word
-        is_clear = (kind_of(cells) != WALL) & (cells < DOOR_CLOSED)
-        clear_bits = is_clear.astype(jnp.int32) << bit
+        clear_bits = are(cells, "is_clear").astype(jnp.int32) << bit
         clear_words = [clear_bits[:bits_per_word].sum(), clear_bits[bits_per_word:].sum()]
         seen_words = [0, 0]
         lit = 1 << VIEW // 2  # light starts where the agent stands
@@ -780,1037 +791,41 @@ class MiniGrid:
         return image.reshape(self.height * tile_size, self.width * tile_size, 3)
 
 
-# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava. The
-#     action is what was done: Memory's agents, which cannot pick up, toggle instead ---
+@functools.cache
+def num_uniforms(env):
+    """How many random numbers a level of a `MiniGrid` takes, found out by tracing one."""
+    draws = []
+
+    def make_level(numbers):
+        draws.append(Uniforms(numbers))
+        return env.level(env, draws[0])
+
+    jax.eval_shape(make_level, jax.ShapeDtypeStruct((2**16,), jnp.float32))
+    return draws[0].count
 
 
-def memory_end(env, before, action, after):
-    """The agent stands beside the matching object (success) or beside the other one (failure)."""
-    matching, other = after.marks
-    return after.position == matching, after.position == other
+@functools.cache
+def check_walls(env):
+    """Raises ValueError where the agent of a `MiniGrid` could leave the grid; `step` does not.
 
-
-def door_end(env, before, action, after):
-    """The door is open after a toggle."""
-    is_open = kind_of(at(after.grid, after.marks[0])) == DOOR_OPEN
-    return (action == TOGGLE) & is_open, jnp.bool_(False)
-
-
-def take_box_end(env, before, action, after):
-    """The agent holds the box, the only one of these levels."""
-    return (action == PICKUP) & (kind_of(after.carrying) == BOX), jnp.bool_(False)
-
-
-def take_ball_end(env, before, action, after):
-    """The agent holds the ball, the only one that KeyCorridor has."""
-    return (action == PICKUP) & (kind_of(after.carrying) == BALL), jnp.bool_(False)
-
-
-def take_blue_ball_end(env, before, action, after):
-    """The agent holds the blue ball, the only blue one that ObstructedMaze has."""
-    return (action == PICKUP) & (after.carrying == BLUE_BALL), jnp.bool_(False)
-
-
-def red_blue_end(env, before, action, after):
-    """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
-    red, blue = before.marks
-    red_was_open = kind_of(at(before.grid, red)) == DOOR_OPEN
-    blue_was_open = kind_of(at(before.grid, blue)) == DOOR_OPEN
-    red_is_open = kind_of(at(after.grid, red)) == DOOR_OPEN
-    blue_is_open = kind_of(at(after.grid, blue)) == DOOR_OPEN
-    success = blue_is_open & red_was_open
-    blue_first = blue_is_open & ~red_was_open
-    blue_shut = ~blue_is_open & blue_was_open & red_is_open
-    return success, blue_first | blue_shut
-
-
-def fetch_end(env, before, action, after):
-    """The agent holds something: what the mission names (success) or anything else (failure)."""
-    _, colour, thing = after.mission
-    holds_right = after.carrying == named(colour, thing)
-    return holds_right, (after.carrying != EMPTY) & ~holds_right
-
-
-def go_to_end(env, before, action, after):
-    """Done, beside the marked cell (success) or elsewhere (failure); toggling fails too."""
-    distance = jnp.abs(after.position - after.marks[0])
-    # Cells 1 apart may also be the last of a row and the first of the next one. But the agent never
-    # is in the outer columns.
-    is_beside = (distance == 1) | (distance == env.width)
-    is_done = action == DONE
-    return is_done & is_beside, (is_done & ~is_beside) | (action == TOGGLE)
-
-
-def put_near_end(env, before, action, after):
-    """What is dropped lies beside the marked cell, corners included (success), or does not.
-
-    Taking anything but the first thing of the mission fails, as does trying to drop where no room
-    is. Where the second thing was at the start counts, and not what is dropped.
+    In 64 levels it goes from its start through everything but walls. On the border it may meet
+    walls, and doors that it leaves shut.
     """
-    colour, thing, _, _ = after.mission
-    takes_wrong = (after.carrying != EMPTY) & (after.carrying != named(colour, thing))
-    tries_to_drop = (action == DROP) & (before.carrying != EMPTY)
-    front, near = env.front(after), after.marks[0]
-    distance_x = jnp.abs(front % env.width - near % env.width)
-    distance_y = jnp.abs(front // env.width - near // env.width)
-    is_near = (distance_x <= 1) & (distance_y <= 1)
-    success = tries_to_drop & (after.carrying == EMPTY) & is_near
-    return success, (tries_to_drop & ~success) | ((action == PICKUP) & takes_wrong)
-
-
-# --- Generators of levels: (env, uniforms) -> Level ---
-
-# One call of the random number generator draws all uniforms of a level. Where Farama tries random
-# cells until one fits, `random_cell` draws once from the cells that fit: the same distribution.
-# Only `multi_room_level` still tries, and says how often it tries in vain.
-
-
-def below(uniform, n):
-    """A random integer below n from a uniform number in [0, 1)."""
-    return (uniform * n).astype(jnp.int32)
-
-
-def several_below(uniform, *sizes):
-    """Independent random integers below each of `sizes`, digits of one uniform number.
-
-    A uniform number has 23 random bits, so the product of the sizes must be small beside 2^23.
-    """
-    rest = below(uniform, math.prod(sizes))
-    digits = []
-    for size in sizes:
-        digits.append(rest % size)
-        rest = rest // size
-    return digits
-
-
-def random_colours(uniform):
-    """The six colours [6] in a random order."""
-    orders = np.array(list(itertools.permutations(range(6))), np.int32)  # [720, 6]
-    return at(orders, below(uniform, len(orders)))
-
-
-def pick(uniform, allowed):
-    """The index of a random one of the true entries of `allowed` [n]; n where there is none."""
-    rank = jnp.cumsum(allowed.astype(jnp.int32))
-    return (rank <= below(uniform, rank[-1])).sum(dtype=jnp.int32)
-
-
-def random_cell(uniform, grid, region=True, taken=-1):
-    """A random one of the empty cells of a region (bool [G]) other than the cell `taken`.
-
-    Where there is none it is G, beyond the grid: `put` puts nothing there, an agent is nowhere.
-    """
-    return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
-
-
-def random_agent(env, uniform, grid, region):
-    """A random (cell, direction) in a region, nothing or a wall in front: Farama's RoomGrid's."""
-    allowed = []
-    for ahead in (1, env.width, -1, -env.width):  # by direction
-        front = jnp.roll(grid, -ahead)
-        allowed.append((grid == EMPTY) & region & ((front == EMPTY) | (front == GREY_WALL)))
-    choice = pick(uniform, jnp.concatenate(allowed))
-    return choice % grid.size, choice // grid.size
-
-
-def coordinates(env):
-    """x and y of every cell, NumPy arrays [G] int32."""
-    y, x = np.indices((env.height, env.width), np.int32)
-    return x.ravel(), y.ravel()
-
-
-def make_room(env, filled=False, filling=GREY_WALL):
-    """A grid [G] with walls around it and `filling` where `filled` [G] says."""
+    with jax.ensure_compile_time_eval():  # perhaps a program is traced just now
+        levels = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 64))
+    grid, position = np.asarray(levels.grid), np.asarray(levels.position)
+    kinds = kind_of(grid)
     x, y = coordinates(env)
     is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
-    grid = jnp.where(filled, jnp.uint8(filling), jnp.uint8(EMPTY))
-    return jnp.where(is_border, jnp.uint8(GREY_WALL), grid)
-
-
-def put_goal(env, grid):
-    """The grid with the goal in the bottom right corner of the whole grid."""
-    return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
-
-
-def empty_level(env, uniforms, random_start=False):
-    """A room with the goal in its bottom right corner, obstacles (if any) in other free cells."""
-    grid = put_goal(env, make_room(env))
-    position, direction = env.width + 1, 0
-    if random_start:
-        position = random_cell(uniforms[0], grid)
-        direction = below(uniforms[1], 4)
-    obstacles = []
-    for uniform in uniforms[2 : 2 + env.num_obstacles]:
-        obstacle = random_cell(uniform, grid, taken=position)
-        grid = put(grid, obstacle, BLUE_BALL)
-        obstacles.append(obstacle)
-    return Level(grid, position, direction, marks=tuple(obstacles))
-
-
-def door_key_level(env, uniforms):
-    """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
-    for_wall, for_door, for_agent, for_key, for_direction = uniforms[:5]
-    x, _ = coordinates(env)
-    wall = 2 + below(for_wall, env.width - 4)
-    door = (1 + below(for_door, env.height - 3)) * env.width + wall
-    grid = put_goal(env, make_room(env, x == wall))
-    grid = put(grid, door, DOOR_LOCKED + YELLOW)
-    position = random_cell(for_agent, grid, x < wall)
-    key = random_cell(for_key, grid, x < wall, taken=position)
-    grid = put(grid, key, KEY + YELLOW)
-    return Level(grid, position, below(for_direction, 4))
-
-
-def four_rooms_level(env, uniforms):
-    """Four rooms joined by one gap in each wall; agent and goal in any free cells, gaps too."""
-    for_upper, for_lower, for_left, for_right, for_agent, for_goal, for_direction = uniforms[:7]
-    x, y = coordinates(env)
-    middle = env.width // 2
-    upper_y = 1 + below(for_upper, middle - 1)
-    lower_y = 1 + below(for_lower, middle - 1) + middle
-    left_x = 1 + below(for_left, middle - 1)
-    right_x = 1 + below(for_right, middle - 1) + middle
-    grid = make_room(env, (x == middle) | (y == middle))
-    grid = put(grid, upper_y * env.width + middle, EMPTY)
-    grid = put(grid, lower_y * env.width + middle, EMPTY)
-    grid = put(grid, middle * env.width + left_x, EMPTY)
-    grid = put(grid, middle * env.width + right_x, EMPTY)
-    position = random_cell(for_agent, grid)
-    grid = put(grid, random_cell(for_goal, grid, taken=position), GREEN_GOAL)
-    return Level(grid, position, below(for_direction, 4))
-
-
-def lava_gap_level(env, uniforms):
-    """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
-    for_x, for_y = uniforms[:2]
-    x, y = coordinates(env)
-    gap_x = 2 + below(for_x, env.width - 4)
-    gap_y = 1 + below(for_y, env.height - 2)
-    grid = make_room(env, (x == gap_x) & (y != gap_y), RED_LAVA)
-    return Level(put_goal(env, grid), position=env.width + 1, direction=0)
-
-
-def dist_shift_level(env, uniforms, second_row):
-    """Two strips of lava, the second near the first or far from it; nothing is random."""
-    x, y = coordinates(env)
-    is_strip = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
-    grid = make_room(env, is_strip, RED_LAVA)
-    grid = put(grid, env.width + env.width - 2, GREEN_GOAL)  # top right
-    return Level(grid, position=env.width + 1, direction=0)
-
-
-def crossing_level(env, uniforms, num_crossings, obstacle):
-    """Rivers of lava or wall on even rows and columns, with openings on a random way to the goal.
-
-    The way goes right and down from room to room. Each river that it meets gets an opening, at a
-    random place between the rivers that it has crossed before and those that it will cross next.
-    """
-    for_river = uniforms[:num_crossings]
-    for_order = uniforms[num_crossings : 2 * num_crossings]
-    for_opening = uniforms[2 * num_crossings : 3 * num_crossings]
-    x, y = coordinates(env)
-    lines = np.arange(2, env.width - 2, 2)  # where rivers may be, in columns and in rows
-
-    # --- Rivers ---
-    chosen = np.zeros(2 * len(lines), bool)
-    for uniform in for_river:
-        river = pick(uniform, ~chosen)
-        chosen = chosen | (np.arange(2 * len(lines)) == river)
-    columns, rows = chosen[: len(lines)], chosen[len(lines) :]
-    in_column = (columns & (x[:, None] == lines)).any(1)
-    in_row = (rows & (y[:, None] == lines)).any(1)
-    grid = put_goal(env, make_room(env, in_column | in_row, obstacle))
-
-    # --- Openings ---
-    room_x, room_y = jnp.int32(0), jnp.int32(0)  # of the rivers left of and above the room
-    for order, where in zip(for_order, for_opening, strict=True):
-        columns_ahead = columns & (lines > room_x)  # still to cross
-        rows_ahead = rows & (lines > room_y)
-        next_x = jnp.where(columns_ahead, lines, env.width - 1).min()
-        next_y = jnp.where(rows_ahead, lines, env.width - 1).min()
-        # All orders of crossing are equally likely: each river ahead may be the next one.
-        num_ahead = columns_ahead.sum() + rows_ahead.sum()
-        crosses_column = order * num_ahead < columns_ahead.sum()
-        between_x = room_x + 1 + below(where, next_x - room_x - 1)
-        between_y = room_y + 1 + below(where, next_y - room_y - 1)
-        opening_x = jnp.where(crosses_column, next_x, between_x)
-        opening_y = jnp.where(crosses_column, between_y, next_y)
-        grid = put(grid, opening_y * env.width + opening_x, EMPTY)
-        room_x = jnp.where(crosses_column, next_x, room_x)
-        room_y = jnp.where(crosses_column, room_y, next_y)
-    return Level(grid, position=env.width + 1, direction=0)
-
-
-def memory_level(env, uniforms, random_length=False):
-    """A key or ball in the start room; a hallway to a junction with one of each: go to the same.
-
-    Marks: the cells beside the matching and beside the other object.
-    """
-    for_length, for_object, for_side, for_agent = uniforms[:4]
-    x, y = coordinates(env)
-    middle = env.height // 2
-    end = env.width - 3  # of the hallway
-    if random_length:
-        end = 4 + below(for_length, env.width - 6)
-    away = abs(y - middle)
-    is_room = (x <= 4) & (away == 2)
-    is_hallway = (x >= 4) & (x < end) & (away == 1)
-    is_junction = (x == end) & (away > 0) | (x == end + 2)
-    grid = make_room(env, is_room | is_hallway | is_junction)
-
-    is_key = for_object < 0.5
-    matching = jnp.where(is_key, KEY + GREEN, BALL + GREEN)
-    other = jnp.where(is_key, BALL + GREEN, KEY + GREEN)
-    junction = middle * env.width + end + 1
-    towards_matching = jnp.where(for_side < 0.5, -env.width, env.width)  # up or down
-    grid = put(grid, (middle - 1) * env.width + 1, matching)
-    grid = put(grid, junction + 2 * towards_matching, matching)
-    grid = put(grid, junction - 2 * towards_matching, other)
-    position = middle * env.width + 1 + below(for_agent, end)
-    marks = junction + towards_matching, junction - towards_matching
-    return Level(grid, position, direction=0, marks=marks)
-
-
-def unlock_level(env, uniforms, box=False, ball=False):
-    """Two rooms, a locked door between them; key and agent in the left one. Mark: the door.
-
-    A box may lie in the right room, a ball before the door.
-    """
-    for_door, for_colour, for_box, for_box_colour, for_ball, for_key, for_agent = uniforms[:7]
-    x, y = coordinates(env)
-    wall = 5
-    door = (1 + below(for_door, 4)) * env.width + wall
-    colour = below(for_colour, 6)
-    grid = make_room(env, x == wall)
-    grid = put(grid, door, DOOR_LOCKED + colour)
-    box_colour = below(for_box_colour, 6)
-    if box:
-        # Not on or beside the middle of the right room, where Farama's RoomGrid has the agent for
-        # the moment.
-        distance = abs(x - 8) + abs(y - 3)
-        cell = random_cell(for_box, grid, (x > wall) & (distance > 1))
-        grid = put(grid, cell, BOX + box_colour)
-    if ball:
-        grid = put(grid, door - 1, BALL + below(for_ball, 6))
-    grid = put(grid, random_cell(for_key, grid, x < wall), KEY + colour)
-    position, direction = random_agent(env, for_agent, grid, x < wall)
-    mission = (box_colour,) if box else ()
-    return Level(grid, position, direction, marks=(door,), mission=mission)
-
-
-def red_blue_doors_level(env, uniforms):
-    """A room in the middle, a red door in its left and a blue one in its right wall, agent inside.
-
-    Marks: the red and the blue door.
-    """
-    for_red, for_blue, for_agent, for_direction = uniforms[:4]
-    x, _ = coordinates(env)
-    left = env.height // 2
-    right = left + env.height - 1
-    red = (1 + below(for_red, env.height - 2)) * env.width + left
-    blue = (1 + below(for_blue, env.height - 2)) * env.width + right
-    grid = make_room(env, (x == left) | (x == right))
-    position = random_cell(for_agent, grid, (x > left) & (x < right))
-    grid = put(grid, red, DOOR_CLOSED + RED)
-    grid = put(grid, blue, DOOR_CLOSED + BLUE)
-    return Level(grid, position, below(for_direction, 4), marks=(red, blue))
-
-
-def key_corridor_level(env, uniforms):
-    """Rooms left and right of a hallway: a key on the left, a ball in a locked room on the right.
-
-    Farama's `connect_all` adds doors in a random order until every room can be reached. So give
-    each possible door a random time at which it opens, and open those up to the moment at which the
-    last room is reached.
-    """
-    for_lock, for_key, for_key_colour, for_ball, for_agent = uniforms[:5]
-    x, y = coordinates(env)
-    pitch = (env.width - 1) // 3  # from one wall to the next
-    inside = pitch - 1  # cells between them
-    num_rows = (env.height - 1) // pitch
-    row = np.arange(num_rows)
-    is_hallway = (x > pitch) & (x < 2 * pitch)
-    grid = make_room(env, (x % pitch == 0) | ((y % pitch == 0) & ~is_hallway))
-
-    # --- Possible doors [rows, 4]: left and right room to the hallway, left and right downwards ---
-    num_doors = 4 * num_rows
-    open_time = uniforms[5 : 5 + num_doors].reshape(num_rows, 4)
-    for_door = uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4)
-    door_colour, door_place = several_below(for_door, 6, inside)
-    along = door_place + 1  # from the corner of the room
-    sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([1, 2]) * pitch
-    down_cells = pitch * (row[:, None] + 1) * env.width + np.array([0, 2]) * pitch + along[:, 2:]
-    door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
-
-    # --- The locked door, what is behind it, and its key ---
-    locked_row = below(for_lock, num_rows)
-    colour = below(for_key_colour, 6)
-    ball_colour, ball_x, ball_y = several_below(for_ball, 6, inside, inside)
-    key_row, key_x, key_y = several_below(for_key, num_rows, inside, inside)
-    grid = put(grid, at(door_cells[:, 1], locked_row), DOOR_LOCKED + colour)
-    ball = (pitch * locked_row + 1 + ball_y) * env.width + 2 * pitch + 1 + ball_x
-    grid = put(grid, ball, BALL + ball_colour)
-    key = (pitch * key_row + 1 + key_y) * env.width + 1 + key_x
-    grid = put(grid, key, KEY + colour)
-    top = pitch * (num_rows // 2)  # of the agent's room; walls above and below it are removed
-    is_start = is_hallway & (y >= top) & (y <= top + pitch)
-    position, direction = random_agent(env, for_agent, grid, is_start)
-
-    # --- When does each of the other doors open? ---
-    is_bottom = row == num_rows - 1
-    is_locked = row == locked_row
-    is_above_locked = row + 1 == locked_row
-    never = [row < 0, is_locked, is_bottom, is_bottom | is_locked | is_above_locked]
-    open_time = jnp.where(jnp.stack(never, axis=1), jnp.inf, open_time)
-
-    # --- Every group of neighbours in a column needs a way out: sideways, upwards or downwards ---
-    sideways, down = open_time[:, :2], open_time[:, 2:]  # [rows, 2], left and right column
-    up = jnp.roll(down, 1, axis=0)  # the last row has no door downwards, so the first none upwards
-    last_time = jnp.float32(0)
-    for first in range(num_rows):
-        for last in range(first, num_rows):
-            way_out = sideways[first : last + 1].min(0)
-            way_out = jnp.minimum(way_out, jnp.minimum(up[first], down[last]))
-            # Infinite only for the locked room alone, whose way out is the lock.
-            way_out = jnp.where(jnp.isinf(way_out), 0, way_out)
-            last_time = jnp.maximum(last_time, way_out.max())
-    is_open = open_time <= last_time
-
-    doors = jnp.uint8(DOOR_CLOSED) + door_colour.astype(jnp.uint8)
-    grid = grid.at[door_cells].set(jnp.where(is_open, doors, at(grid, door_cells)))
-    return Level(grid, position, direction, mission=(ball_colour,))
-
-
-def locked_room_level(env, uniforms):
-    """Three rooms on each side of a hallway; one is locked and holds the goal, another its key."""
-    for_locked, for_key, for_goal_cell, for_key_cell, for_colours = uniforms[:5]
-    for_agent, for_direction = uniforms[5:7]
-    x, y = coordinates(env)
-    left, right = env.width // 2 - 2, env.width // 2 + 2  # the hallway's walls
-    pitch = env.height // 3
-    is_hallway = (x > left) & (x < right)
-    grid = make_room(env, (x == left) | (x == right) | ((y % pitch == 0) & ~is_hallway))
-
-    # --- Rooms, counted row by row ---
-    room = np.arange(6)
-    room_left, room_top = room % 2 * right, room // 2 * pitch  # corners
-    locked_room = below(for_locked, 6)
-    key_room = (locked_room + 1 + below(for_key, 5)) % 6
-
-    def random_place(uniform, number):
-        """A random cell inside a room."""
-        place_x, place_y = several_below(uniform, left - 1, pitch - 1)
-        x, y = at(room_left, number) + 1 + place_x, at(room_top, number) + 1 + place_y
-        return y * env.width + x
-
-    colours = random_colours(for_colours)
-    colour = at(colours, locked_room)
-    doors = jnp.where(room == locked_room, DOOR_LOCKED, DOOR_CLOSED) + colours
-    door_cells = (room_top + 3) * env.width + np.where(room % 2 == 0, left, right)
-    grid = grid.at[door_cells].set(doors.astype(jnp.uint8))
-    grid = put(grid, random_place(for_goal_cell, locked_room), GREEN_GOAL)
-    grid = put(grid, random_place(for_key_cell, key_room), KEY + colour)
-    position = random_cell(for_agent, grid, is_hallway)
-    mission = colour, at(colours, key_room)
-    return Level(grid, position, below(for_direction, 4), mission=mission)
-
-
-def playground_level(env, uniforms):
-    """Nine rooms, a door in each wall between two of them, twelve objects anywhere; no goal."""
-    num_objects = 12
-    for_agent, for_direction = uniforms[:2]
-    for_door = uniforms[2:14].reshape(2, 3, 2)
-    for_object = uniforms[14 : 14 + num_objects]
-    for_cell = uniforms[14 + num_objects : 14 + 2 * num_objects]
-    x, y = coordinates(env)
-    pitch = env.width // 3
-    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
-
-    # --- Doors [2, 3, 2]: in columns of wall, then in rows; room along the wall; which wall ---
-    colour, place = several_below(for_door, 6, pitch - 2)  # none beside the wall's last crossing
-    along = pitch * np.arange(3)[:, None] + 1 + place
-    across = pitch * np.array([1, 2])
-    in_columns = along[0] * env.width + across
-    in_rows = across * env.width + along[1]
-    doors = (DOOR_CLOSED + colour).astype(jnp.uint8)
-    grid = grid.at[jnp.stack([in_columns, in_rows])].set(doors)
-
-    position = random_cell(for_agent, grid)
-    colours, kinds = several_below(for_object, 6, 3)
-    objects = KEY + 8 * kinds + colours  # key, ball or box
-    for uniform, content in zip(for_cell, objects, strict=True):
-        grid = put(grid, random_cell(uniform, grid, taken=position), content)
-    return Level(grid, position, below(for_direction, 4))
-
-
-def in_room(env, column, row, pitch):
-    """The cells [G], bool, of a room in a grid of rooms, its walls included."""
-    x, y = coordinates(env)
-    is_column = (x >= column * pitch) & (x <= (column + 1) * pitch)
-    return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
-
-
-def obstructed_pair_level(env, uniforms, hidden, blocked=False):
-    """Two rooms, a locked door between them; agent and key in the left, the blue ball in the right.
-
-    The key may be hidden in a box, the door blocked by a green ball.
-    """
-    for_door, for_colour, for_key, for_ball, for_agent = uniforms[:5]
-    x, y = coordinates(env)
-    wall = 5
-    door = (1 + below(for_door, 4)) * env.width + wall
-    colour = below(for_colour, 6)
-    grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
-    if blocked:
-        grid = put(grid, door - 1, BALL + GREEN)
-    key = (KEY_BOX if hidden else KEY) + colour
-    grid = put(grid, random_cell(for_key, grid, x < wall), key)
-    distance = abs(x - 8) + abs(y - 3)  # not on or beside the middle: see `unlock_level`
-    grid = put(grid, random_cell(for_ball, grid, (x > wall) & (distance > 1)), BLUE_BALL)
-    position, direction = random_agent(env, for_agent, grid, x < wall)
-    return Level(grid, position, direction)
-
-
-def obstructed_maze_level(
-    env, uniforms, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
-):
-    """Nine rooms, the blue ball in one of `num_quarters` corners, behind locked doors.
-
-    Doors lead from the middle room to as many side rooms, and two locked ones from each of these to
-    corners. Their keys are in the side room, maybe `hidden` in boxes, and green balls may block the
-    doors. Without `keys_last` a key may lie where the ball before the next door comes to be: then
-    it is gone, as in Farama's -v0, and the level may have no solution.
-    """
-    for_colours, for_ball_corner, for_ball_place, for_agent = uniforms[:4]
-    for_middle_door = uniforms[4 : 4 + num_quarters]
-    for_side = uniforms[4 + num_quarters : 4 + 5 * num_quarters].reshape(num_quarters, 2, 2)
-    x, y = coordinates(env)
-    pitch = 5
-    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
-    colours = random_colours(for_colours)
-    ahead = [1, env.width, -1, -env.width]  # by direction: right, down, left, up
-    side_rooms = [(2, 1), (1, 2), (0, 1), (1, 0)]  # in these directions from the middle one
-    corners = np.array([(2, 0), (2, 2), (0, 2), (0, 0)])
-
-    def door_cell(uniform, room, direction):
-        """A random cell of one wall of a room."""
-        left, top = room[0] * pitch, room[1] * pitch
-        along = 1 + below(uniform, pitch - 1)
-        if direction in (0, 2):
-            return (top + along) * env.width + left + (pitch if direction == 0 else 0)
-        return (top + (pitch if direction == 1 else 0)) * env.width + left + along
-
-    def with_door(grid, uniform, i, turn):
-        """Adds a locked door to side room i, in the wall a quarter `turn` from its direction."""
-        direction = (i + turn) % 4
-        door = door_cell(uniform, side_rooms[i], direction)
-        grid = put(grid, door, DOOR_LOCKED + colours[(i + turn) % 6])
-        return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
-
-    def with_key(grid, uniform, i, turn):
-        """Puts the key of that door into the side room."""
-        key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
-        return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
-
-    for i in range(num_quarters):
-        middle_door = door_cell(for_middle_door[i], (1, 1), i)
-        grid = put(grid, middle_door, DOOR_CLOSED + colours[i])
-        (first_door, first_key), (second_door, second_key) = for_side[i]
-        grid = with_door(grid, first_door, i, turn=-1)
-        if not keys_last:
-            grid = with_key(grid, first_key, i, turn=-1)
-        grid = with_door(grid, second_door, i, turn=1)
-        if keys_last:
-            grid = with_key(grid, first_key, i, turn=-1)
-        grid = with_key(grid, second_key, i, turn=1)
-
-    corner_x, corner_y = at(corners * pitch, below(for_ball_corner, num_quarters))
-    place_x, place_y = several_below(for_ball_place, pitch - 1, pitch - 1)
-    ball = (corner_y + 1 + place_y) * env.width + corner_x + 1 + place_x
-    grid = put(grid, ball, BLUE_BALL)
-    agent_cells = in_room(env, *agent_room, pitch)
-    position, direction = random_agent(env, for_agent, grid, agent_cells)
-    return Level(grid, position, direction)
-
-
-class Rooms(NamedTuple):
-    """Rectangles of rooms, walls included; whole numbers, all four of the same shape."""
-
-    left: jax.Array
-    top: jax.Array
-    width: jax.Array
-    height: jax.Array
-
-
-def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
-    """A chain of rooms of random sizes, doors between them; agent in the first, goal in the last.
-
-    Farama adds room to room, each with up to eight tries to fit it in, and begins anew until it has
-    a chain of all rooms. Here `num_chains` chains are made side by side and the first whole one
-    counts, which has the same distribution. That none is whole has a probability below 4e-7 with
-    the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
-    chain, with the goal in its last room.
-
-    With R rooms and C chains this takes 24 C (R - 1) + 2 C + R + 2 uniforms.
-    """
-    num_tries = 8
-    sizes = max_size - 3  # from 4 to `max_size`, walls included
-    for_left, for_top = uniforms[: 2 * num_chains].reshape(2, num_chains)
-    end_of_tries = 2 * num_chains + 3 * (num_rooms - 1) * num_chains * num_tries
-    for_tries = uniforms[2 * num_chains : end_of_tries]
-    for_tries = for_tries.reshape(3, num_rooms - 1, num_chains, num_tries)
-    for_start = uniforms[end_of_tries : end_of_tries + 3]
-    for_doors = uniforms[end_of_tries + 3 : end_of_tries + 3 + num_rooms - 1]
-
-    # --- The first rooms [chains]: one of all places and sizes that fit in ---
-    # Farama's check leaves the last row of the grid free, and so does this.
-    corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
-    lefts, widths = np.nonzero(corner + size <= env.width)
-    tops, heights = np.nonzero(corner + size < env.height)
-    column, row = below(for_left, len(lefts)), below(for_top, len(tops))
-    room = Rooms(
-        left=at(lefts, column),
-        top=at(tops, row),
-        width=at(widths, column) + 4,
-        height=at(heights, row) + 4,
-    )
-
-    # --- One room more: eight tries [chains, 8], the first that fits counts ---
-    # A scan, because XLA takes minutes to compile this five times in a row.
-    def add_room(carry, inputs):
-        room, entry_wall, is_whole, others = carry
-        number, for_shape, for_door, for_place = inputs
-        last = jax.tree.map(lambda side: side[:, None], room)
-        more_width, more_height, turn = several_below(for_shape, sizes, sizes, 3)
-        width, height = more_width + 4, more_height + 4
-        exit_wall = (entry_wall[:, None] + 1 + turn) % 4  # never where one came in
-        is_right, is_bottom, is_left, is_top = (exit_wall == wall for wall in range(4))
-        is_sideways = is_right | is_left
-        door_x = last.left + 1 + below(for_door, last.width - 2)
-        door_x = jnp.where(is_sideways, last.left + is_right * (last.width - 1), door_x)
-        door_y = last.top + 1 + below(for_door, last.height - 2)
-        door_y = jnp.where(is_sideways, door_y, last.top + is_bottom * (last.height - 1))
-        left = door_x - 1 - below(for_place, width - 2)
-        left = jnp.where(is_sideways, door_x - is_left * (width - 1), left)
-        top = door_y - 1 - below(for_place, height - 2)
-        top = jnp.where(is_sideways, top, door_y - is_top * (height - 1))
-
-        # Does it fit in? The last room needs no check: it lies on the other side of the door.
-        fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
-        other = jax.tree.map(lambda side: side[:, :, None], others)  # [rooms, chains, 1]
-        is_apart = (left + width < other.left) | (other.left + other.width <= left)
-        is_apart |= (top + height < other.top) | (other.top + other.height <= top)
-        fits &= is_apart.all(0)
-        is_chosen = fits & (jnp.cumsum(fits, axis=1) == 1)
-
-        def chosen(values):
-            return jnp.where(is_chosen, values, 0).sum(1)  # [chains]
-
-        others = jax.tree.map(lambda sides, side: sides.at[number].set(side), others, room)
-        room = Rooms(chosen(left), chosen(top), chosen(width), chosen(height))
-        is_whole &= fits.any(1)
-        carry = room, chosen((exit_wall + 2) % 4), is_whole, others
-        return carry, (room, chosen(door_y * env.width + door_x), is_whole)
-
-    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)  # apart from everything
-    entry_wall = jnp.full(num_chains, 2)  # walls are 0 right, 1 bottom, 2 left, 3 top
-    no_others = Rooms(left=nowhere, top=nowhere, width=nowhere, height=nowhere)
-    carry = room, entry_wall, jnp.ones(num_chains, bool), no_others
-    number = jnp.arange(num_rooms - 1)
-    _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
-
-    # --- Draw the longest chain ---
-    chain = is_whole.sum(0).argmax()
-    length = 1 + is_whole[:, chain].sum()
-    rooms = jax.tree.map(
-        lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
-    )  # [rooms, 1]
-    right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
-    x, y = coordinates(env)
-    is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [rooms, G]
-    is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
-    is_wall = is_in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
-    grid = jnp.where(is_wall.any(0), jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
-    for number, (door, uniform) in enumerate(zip(doors[:, chain], for_doors, strict=True)):
-        if number == 0:
-            colour = below(uniform, 6)
-        else:
-            colour = (colour + 1 + below(uniform, 5)) % 6  # another one than the door before has
-        with_door = put(grid, door, DOOR_CLOSED + colour)
-        grid = jnp.where(number + 1 < length, with_door, grid)
-
-    for_agent, for_direction, for_goal = for_start
-    position = random_cell(for_agent, grid, is_inside[0])
-    goal = random_cell(for_goal, grid, at(is_inside, length - 1), taken=position)
-    grid = put(grid, goal, GREEN_GOAL)
-    return Level(grid, position, below(for_direction, 4))
-
-
-def fetch_level(env, uniforms, num_objects):
-    """Keys and balls; one of them is to be fetched (or another that looks the same)."""
-    for_agent, for_direction, for_target, for_verb = uniforms[:4]
-    for_object = uniforms[4 : 4 + num_objects]
-    for_cell = uniforms[4 + num_objects : 4 + 2 * num_objects]
-    colours, kinds = several_below(for_object, 6, 2)
-    objects = KEY + 8 * kinds + colours  # key or ball
-    grid = make_room(env)
-    for uniform, content in zip(for_cell, objects, strict=True):
-        grid = put(grid, random_cell(uniform, grid), content)
-    position = random_cell(for_agent, grid)
-    target = at(objects, below(for_target, num_objects))
-    verb = WORDS.index(VERB_WORDS[0]) + below(for_verb, len(VERB_WORDS))
-    mission = verb, *words_of(target)
-    return Level(grid, position, below(for_direction, 4), mission=mission)
-
-
-def go_to_door_level(env, uniforms):
-    """A room of random size, doors of four colours in its walls. Mark: the door of the mission."""
-    for_size, for_upper, for_lower, for_left, for_right, for_colours = uniforms[:6]
-    for_agent, for_direction, for_target = uniforms[6:9]
-    x, y = coordinates(env)
-    more_width, more_height = several_below(for_size, env.width - 4, env.height - 4)
-    width, height = more_width + 5, more_height + 5
-    is_in_room = (x < width) & (y < height)
-    is_border = (x == 0) | (y == 0) | (x == width - 1) | (y == height - 1)
-    grid = jnp.where(is_in_room & is_border, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
-
-    doors = [
-        2 + below(for_upper, width - 4),
-        (height - 1) * env.width + 2 + below(for_lower, width - 4),
-        (2 + below(for_left, height - 4)) * env.width,
-        (2 + below(for_right, height - 4)) * env.width + width - 1,
-    ]
-    colours = random_colours(for_colours)[: len(doors)]
-    for door, colour in zip(doors, colours, strict=True):
-        grid = put(grid, door, DOOR_CLOSED + colour)
-    position = random_cell(for_agent, grid, is_in_room)
-    target = below(for_target, len(doors))
-    mark, colour = at(jnp.stack(doors), target), at(colours, target)
-    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=(colour,))
-
-
-def different_objects(env, uniforms, grid, num_objects, apart=False):
-    """Puts keys, balls and boxes, no two alike, into free cells of a grid.
-
-    With `apart` no two are neighbours, not even at corners. Takes 2 uniforms for each. Returns
-    (grid, objects [num_objects], their cells [num_objects]).
-    """
-    x, y = coordinates(env)
-    numbers = np.arange(3 * 6)
-    is_unused, is_apart = np.ones(3 * 6, bool), True
-    objects, cells = [], []
-    for for_object, for_cell in uniforms[: 2 * num_objects].reshape(num_objects, 2):
-        number = pick(for_object, is_unused)
-        cell = random_cell(for_cell, grid, is_apart)
-        is_unused = is_unused & (numbers != number)
-        if apart:
-            is_far = (abs(x - cell % env.width) > 1) | (abs(y - cell // env.width) > 1)
-            is_apart = is_apart & is_far
-        objects.append(KEY + 8 * (number // 6) + number % 6)
-        cells.append(cell)
-        grid = put(grid, cell, objects[-1])
-    return grid, jnp.stack(objects), jnp.stack(cells)
-
-
-def go_to_object_level(env, uniforms, num_objects):
-    """Things, one of which is the mission's. Mark: where that one is."""
-    for_agent, for_direction, for_target = uniforms[:3]
-    grid, objects, cells = different_objects(env, uniforms[3:], make_room(env), num_objects)
-    position = random_cell(for_agent, grid)
-    target = below(for_target, num_objects)
-    mission = words_of(at(objects, target))
-    mark = at(cells, target)
-    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
-
-
-def put_near_level(env, uniforms, num_objects):
-    """Things apart from each other; one is to be put near another. Mark: where that one is."""
-    for_agent, for_direction, for_moved, for_target = uniforms[:4]
-    grid = make_room(env)
-    grid, objects, cells = different_objects(env, uniforms[4:], grid, num_objects, apart=True)
-    position = random_cell(for_agent, grid)
-    moved = below(for_moved, num_objects)
-    target = (moved + 1 + below(for_target, num_objects - 1)) % num_objects
-    mission = *words_of(at(objects, moved)), *words_of(at(objects, target))
-    mark = at(cells, target)
-    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
-
-
-# --- The ids ---
-
-
-def variant(level, **options):
-    """A generator of levels with some of its options set."""
-    return functools.partial(level, **options)
-
-
-RANDOM_EMPTY = variant(empty_level, random_start=True)
-LAVA_CROSSING = variant(crossing_level, obstacle=RED_LAVA)
-WALL_CROSSING = variant(crossing_level, obstacle=GREY_WALL)
-RANDOM_MEMORY = variant(memory_level, random_length=True)
-BOX_BEHIND = variant(unlock_level, box=True)
-BALL_BEFORE = variant(unlock_level, box=True, ball=True)
-TWO_ROOMS = variant(multi_room_level, num_rooms=2, max_size=4, num_chains=3)
-FOUR_SMALL_ROOMS = variant(multi_room_level, num_rooms=4, max_size=5, num_chains=10)
-SIX_SMALL_ROOMS = variant(multi_room_level, num_rooms=6, max_size=5, num_chains=16)
-SIX_LARGE_ROOMS = variant(multi_room_level, num_rooms=6, max_size=10, num_chains=40)
-ONE_DOOR = variant(obstructed_pair_level, hidden=False)
-ONE_DOOR_HIDDEN = variant(obstructed_pair_level, hidden=True)
-ONE_DOOR_BLOCKED = variant(obstructed_pair_level, hidden=True, blocked=True)
-TWO_DOORS_BLOCKED = variant(obstructed_maze_level, num_quarters=1, agent_room=(2, 1))
-TWO_DOORS_HIDDEN = variant(TWO_DOORS_BLOCKED, blocked=False)
-TWO_DOORS = variant(TWO_DOORS_HIDDEN, hidden=False)
-ONE_QUARTER = variant(obstructed_maze_level, num_quarters=1, agent_room=(1, 1))
-TWO_QUARTERS = variant(obstructed_maze_level, num_quarters=2, agent_room=(2, 1))
-FOUR_QUARTERS = variant(obstructed_maze_level, num_quarters=4, agent_room=(1, 1))
-
-OPEN = {"see_through_walls": True}
-USE_KEY = {"sentence": "use the key to open the door and then get to the goal"}
-ANY_GOAL = {"sentence": "reach the goal"}
-AVOID_LAVA = {"sentence": "avoid the lava and get to the green goal square"}
-FIND_OPENING = {"sentence": "find the opening and get to the green goal square"}
-MEMORY = {
-    "end_rule": memory_end,
-    "can_pick_up": False,
-    "sentence": "go to the matching object at the end of the hallway",
-}
-UNLOCK = {"end_rule": door_end, "sentence": "open the door"}
-TAKE_BOX = {"end_rule": take_box_end, "sentence": "pick up the {} box"}
-TAKE_BALL = {"end_rule": take_ball_end, "sentence": "pick up the {} ball"}
-TAKE_BLUE_BALL = {"end_rule": take_blue_ball_end, "sentence": "pick up the blue ball"}
-RED_BLUE = {"end_rule": red_blue_end, "sentence": "open the red door then the blue door"}
-LOCKED_ROOM = {
-    "sentence": "get the {0} key from the {1} room, unlock the {0} door and go to the goal"
-}
-ROOMS = {"sentence": "traverse the rooms to get to the goal"}
-PLAY = {"sentence": "", "num_uniforms": 38}
-MISSION = {"observes_mission": True, "see_through_walls": True}
-FETCH = MISSION | {"end_rule": fetch_end, "sentence": "{} {} {}"}
-GO_TO_DOOR = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} door"}
-GO_TO_OBJECT = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} {}"}
-PUT_NEAR = MISSION | {"end_rule": put_near_end, "sentence": "put the {} {} near the {} {}"}
-
-
-def moving(num_obstacles):
-    """The fields of a room with moving obstacles."""
-    return OPEN | {"num_obstacles": num_obstacles, "num_actions": 3}
-
-
-TABLE = [
-    # name, width, height, time limit, generator of levels, fields of `MiniGrid` that differ
-    ("Empty-5x5", 5, 5, 100, empty_level, OPEN),
-    ("Empty-6x6", 6, 6, 144, empty_level, OPEN),
-    ("Empty-8x8", 8, 8, 256, empty_level, OPEN),
-    ("Empty-16x16", 16, 16, 1024, empty_level, OPEN),
-    ("Empty-Random-5x5", 5, 5, 100, RANDOM_EMPTY, OPEN),
-    ("Empty-Random-6x6", 6, 6, 144, RANDOM_EMPTY, OPEN),
-    ("Dynamic-Obstacles-5x5", 5, 5, 100, empty_level, moving(2)),
-    ("Dynamic-Obstacles-6x6", 6, 6, 144, empty_level, moving(3)),
-    ("Dynamic-Obstacles-8x8", 8, 8, 256, empty_level, moving(4)),
-    ("Dynamic-Obstacles-16x16", 16, 16, 1024, empty_level, moving(8)),
-    ("Dynamic-Obstacles-Random-5x5", 5, 5, 100, RANDOM_EMPTY, moving(2)),
-    ("Dynamic-Obstacles-Random-6x6", 6, 6, 144, RANDOM_EMPTY, moving(3)),
-    ("DoorKey-5x5", 5, 5, 250, door_key_level, USE_KEY),
-    ("DoorKey-6x6", 6, 6, 360, door_key_level, USE_KEY),
-    ("DoorKey-8x8", 8, 8, 640, door_key_level, USE_KEY),
-    ("DoorKey-16x16", 16, 16, 2560, door_key_level, USE_KEY),
-    ("FourRooms", 19, 19, 100, four_rooms_level, ANY_GOAL),
-    ("LavaGapS5", 5, 5, 100, lava_gap_level, AVOID_LAVA),
-    ("LavaGapS6", 6, 6, 144, lava_gap_level, AVOID_LAVA),
-    ("LavaGapS7", 7, 7, 196, lava_gap_level, AVOID_LAVA),
-    ("DistShift1", 9, 7, 252, variant(dist_shift_level, second_row=2), OPEN),
-    ("DistShift2", 9, 7, 252, variant(dist_shift_level, second_row=5), OPEN),
-    ("LavaCrossingS9N1", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), AVOID_LAVA),
-    ("LavaCrossingS9N2", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), AVOID_LAVA),
-    ("LavaCrossingS9N3", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), AVOID_LAVA),
-    ("LavaCrossingS11N5", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), AVOID_LAVA),
-    ("SimpleCrossingS9N1", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), FIND_OPENING),
-    ("SimpleCrossingS9N2", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), FIND_OPENING),
-    ("SimpleCrossingS9N3", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), FIND_OPENING),
-    ("SimpleCrossingS11N5", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), FIND_OPENING),
-    ("MemoryS7", 7, 7, 245, memory_level, MEMORY),
-    ("MemoryS9", 9, 9, 405, memory_level, MEMORY),
-    ("MemoryS11", 11, 11, 605, memory_level, MEMORY),
-    ("MemoryS13", 13, 13, 845, memory_level, MEMORY),
-    ("MemoryS13Random", 13, 13, 845, RANDOM_MEMORY, MEMORY),
-    ("MemoryS17Random", 17, 17, 1445, RANDOM_MEMORY, MEMORY),
-    ("Unlock", 11, 6, 288, unlock_level, UNLOCK),
-    ("UnlockPickup", 11, 6, 288, BOX_BEHIND, TAKE_BOX),
-    ("BlockedUnlockPickup", 11, 6, 576, BALL_BEFORE, TAKE_BOX),
-    ("RedBlueDoors-6x6", 12, 6, 720, red_blue_doors_level, RED_BLUE),
-    ("RedBlueDoors-8x8", 16, 8, 1280, red_blue_doors_level, RED_BLUE),
-    ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS4R3", 10, 10, 480, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, TAKE_BALL),
-    ("LockedRoom", 19, 19, 190, locked_room_level, LOCKED_ROOM),
-    ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, ROOMS | {"num_uniforms": 82}),
-    # Farama's N4-S5-v0 has six rooms, whatever its name says; v1 has four.
-    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS | {"num_uniforms": 1960}),
-    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS | {"num_uniforms": 746}),
-    ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS | {"num_uniforms": 4888}),
-    ("ObstructedMaze-1Dl", 11, 6, 288, ONE_DOOR, TAKE_BLUE_BALL),
-    ("ObstructedMaze-1Dlh", 11, 6, 288, ONE_DOOR_HIDDEN, TAKE_BLUE_BALL),
-    ("ObstructedMaze-1Dlhb", 11, 6, 288, ONE_DOOR_BLOCKED, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Dl", 16, 16, 576, TWO_DOORS, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Dlh", 16, 16, 576, TWO_DOORS_HIDDEN, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Dlhb-v0", 16, 16, 576, TWO_DOORS_BLOCKED, TAKE_BLUE_BALL),
-    (
-        "ObstructedMaze-2Dlhb-v1",
-        16,
-        16,
-        576,
-        variant(TWO_DOORS_BLOCKED, keys_last=True),
-        TAKE_BLUE_BALL,
-    ),
-    ("ObstructedMaze-1Q-v0", 16, 16, 720, ONE_QUARTER, TAKE_BLUE_BALL),
-    ("ObstructedMaze-1Q-v1", 16, 16, 720, variant(ONE_QUARTER, keys_last=True), TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Q-v0", 16, 16, 1584, TWO_QUARTERS, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Q-v1", 16, 16, 1584, variant(TWO_QUARTERS, keys_last=True), TAKE_BLUE_BALL),
-    ("ObstructedMaze-Full-v0", 16, 16, 3600, FOUR_QUARTERS, TAKE_BLUE_BALL),
-    (
-        "ObstructedMaze-Full-v1",
-        16,
-        16,
-        3600,
-        variant(FOUR_QUARTERS, keys_last=True),
-        TAKE_BLUE_BALL,
-    ),
-    ("Playground", 19, 19, 100, playground_level, PLAY),
-    ("Fetch-5x5-N2", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
-    ("Fetch-6x6-N2", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
-    ("Fetch-8x8-N3", 8, 8, 320, variant(fetch_level, num_objects=3), FETCH),
-    ("GoToDoor-5x5", 5, 5, 100, go_to_door_level, GO_TO_DOOR),
-    ("GoToDoor-6x6", 6, 6, 144, go_to_door_level, GO_TO_DOOR),
-    ("GoToDoor-8x8", 8, 8, 256, go_to_door_level, GO_TO_DOOR),
-    ("GoToObject-6x6-N2", 6, 6, 180, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
-    ("GoToObject-8x8-N2", 8, 8, 320, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
-    ("PutNear-6x6-N2", 6, 6, 30, variant(put_near_level, num_objects=2), PUT_NEAR),
-    ("PutNear-8x8-N3", 8, 8, 40, variant(put_near_level, num_objects=3), PUT_NEAR),
-]
-ENVIRONMENTS = {
-    full_id(name): MiniGrid(full_id(name), width, height, limit, level, **fields)
-    for name, width, height, limit, level, fields in TABLE
-}
-
-
-def find_env(env_id):
-    """The environment of an id; UsageError with the nearest ids where there is none.
-
-    Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
-    """
-    name = full_id(env_id)
-    for known in (name, name.removesuffix("-v1") + "-v0"):
-        if known in ENVIRONMENTS:
-            return ENVIRONMENTS[known]
-    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
-    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-    raise UsageError(f"{message} (--list-envs lists all)")
-
-
-# --- Tasks of XLand-MiniGrid ---
-
-
-class XLand:
-    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
-
-    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
-    others when they come near each other or to the agent. The agent observes none of the rules, nor
-    the goal: only the reward tells what they are. To find that out in the first episode and use it
-    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
-    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
-
-    | what        | value                                                                        |
-    | ----------- | ---------------------------------------------------------------------------- |
-    | state       | its `TimeStep`, which contains the observation                               |
-    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
-    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
-    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
-    | terminated  | the goal is reached                                                          |
-    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
-    """
-
-    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises UsageError where the arguments do not fit or xminigrid is not installed."""
-        if importlib.util.find_spec("xminigrid") is None:
-            raise UsageError(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
-        import xminigrid
-        from xminigrid.core import constants
-
-        known = xminigrid.registered_environments()
-        name = env_id if env_id in known else env_id.removeprefix(XLAND)
-        if name not in known:
-            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
-            raise UsageError(message)
-        self.env, self.params = xminigrid.make(name)
-        self.benchmark = None
-        has_rulesets = hasattr(self.params, "ruleset")
-        if has_rulesets != (benchmark_id is not None):
-            needs = "needs" if has_rulesets else "has no rulesets, so no"
-            raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
-        if has_rulesets:
-            self.benchmark = load_rulesets(benchmark_id, ruleset_id)
-        self.num_actions = self.env.num_actions(self.params)
-        self.max_episode_steps = self.params.max_steps
-        self.width = self.params.width
-        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
-
-    def reset(self, key):
-        """A start state, drawn with a PRNG key."""
-        ruleset_key, places_key = jax.random.split(key)
-        params = self.params
-        if self.benchmark is not None:
-            ruleset = self.benchmark.sample_ruleset(ruleset_key)
-            params = params.replace(ruleset=ruleset)
-        start = self.env.reset(params, places_key)
-        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
-
-    def step(self, key, state, action):
-        """One step; returns (state, reward [], terminated [])."""
-        after = self.env.step(self.params, state, action)  # the ruleset is in the state
-        return after, after.reward, after.discount == 0
-
-    def observe(self, state):
-        """What the agent sees of a state."""
-        return {"image": state.observation, "direction": state.state.agent.direction}
-
-    def render(self, state, tile_size=32):
-        """The whole level as uint8 pixels."""
-        from xminigrid.rendering.rgb_render import render
-
-        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
-
-
-MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
-
-
-def load_rulesets(benchmark_id, ruleset_id):
-    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
-
-    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
-    this unpickles what is in a file, so it must come from someone whom you trust. UsageError.
-    """
-    from xminigrid import benchmarks
-
-    known = benchmarks.registered_benchmarks()
-    is_name = benchmark_id in known
-    load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
-    try:
-        rulesets = load(benchmark_id)
-    except Exception as error:  # damaged bytes make pickle raise nearly anything
-        what = f"neither one of {', '.join(known)} nor a file of rulesets"
-        if is_name:
-            what = "cannot be downloaded or read"
-        raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
-    count = rulesets.num_rulesets()
-    chosen = slice(MAX_RULESETS)
-    if ruleset_id is not None:
-        if not 0 <= ruleset_id < count:
-            raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
-        chosen = slice(ruleset_id, ruleset_id + 1)
-    return jax.tree.map(lambda x: x[chosen], rulesets)
+    is_shut = (kinds == DOOR_CLOSED) | (kinds == DOOR_LOCKED)
+    is_open = (kinds != WALL) & ~(is_shut & is_border)
+    reached, wider = None, np.arange(grid.shape[1]) == position[:, None]
+    while reached is None or (wider != reached).any():
+        reached = wider
+        if (reached & is_border).any():
+            raise ValueError(f"{env.env_id}: a level has no walls around it")
+        steps = [np.roll(reached, step, axis=1) for step in (1, -1, env.width, -env.width)]
+        wider = reached | (np.any(steps, axis=0) & is_open)
 
 
 class TrialState(NamedTuple):
@@ -1893,160 +908,41 @@ class Trials:
         return self.env.render(state.env_state, tile_size)
 
 
-@functools.cache
-def find_xland(env_id, benchmark_id, ruleset_id):
-    """The `XLand` of these flags, read once."""
-    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
-    with jax.ensure_compile_time_eval():
-        return XLand(env_id, benchmark_id, ruleset_id)
+def full_id(text):
+    """The whole id of an environment, of which "MiniGrid-" and the version may be left out.
+
+    Without a version it is Farama's newest one. Those of XLand-MiniGrid are whole.
+    """
+    if text.startswith(XLAND):
+        return text
+    name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
+    if name.endswith(("-v0", "-v1")):
+        return name
+    return f"{name}-v1" if f"{name}-v1" in ENVIRONMENTS else f"{name}-v0"
+
+
+def find_env(env_id):
+    """The `MiniGrid` of an id; UsageError with the nearest ids where there is none.
+
+    Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
+    """
+    name = full_id(env_id)
+    for known in (name, name.removesuffix("-v1") + "-v0"):
+        if known in ENVIRONMENTS:
+            return ENVIRONMENTS[known]
+    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
+    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
+    raise UsageError(f"{message} (--list-envs lists all)")
 
 
 def make_env(args):
-    """The environment of the flags; nothing else chooses one. UsageError for an unknown id.
-
-    `full_id` writes MiniGrid- and -v0 around the ids of --env-id that do not begin with XLand-.
-    """
+    """The environment of the flags; nothing else chooses one. UsageError for an unknown id."""
     if args.env_id.startswith(XLAND):
         env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     else:
         env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
+        check_walls(env)
     return Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
-
-
-# --- Drawing ---
-
-
-class Rectangle(NamedTuple):
-    """A filled rectangle; the tile's sides have length 1, y points down."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-    brightness: float  # 1 is the colour of the cell, 0 black
-
-
-class Stroke(NamedTuple):
-    """All points within a radius of the line from (x, y) to (x + run, y + rise)."""
-
-    x: float
-    y: float
-    run: float
-    rise: float
-    radius: float
-    brightness: float
-
-
-WHOLE_TILE = Rectangle(0, 1, 0, 1, 1)
-LAVA_WAVES = [  # three waves of four strokes
-    stroke
-    for y in (0.3, 0.5, 0.7)
-    for stroke in (
-        Stroke(0.1, y, 0.2, 0.1, 0.03, 0),
-        Stroke(0.3, y + 0.1, 0.2, -0.1, 0.03, 0),
-        Stroke(0.5, y, 0.2, 0.1, 0.03, 0),
-        Stroke(0.7, y + 0.1, 0.2, -0.1, 0.03, 0),
-    )
-]
-SHAPES = {  # of each kind, drawn in this order
-    WALL: [WHOLE_TILE],
-    FLOOR: [Rectangle(0.031, 1, 0.031, 1, 0.5)],
-    DOOR_OPEN: [Rectangle(0.88, 1, 0, 1, 1), Rectangle(0.92, 0.96, 0.04, 0.96, 0)],
-    DOOR_CLOSED: [
-        WHOLE_TILE,
-        Rectangle(0.04, 0.96, 0.04, 0.96, 0),
-        Rectangle(0.08, 0.92, 0.08, 0.92, 1),
-        Rectangle(0.12, 0.88, 0.12, 0.88, 0),
-        Stroke(0.75, 0.5, 0, 0, 0.08, 1),  # the handle
-    ],
-    DOOR_LOCKED: [
-        WHOLE_TILE,
-        Rectangle(0.06, 0.94, 0.06, 0.94, 0.45),
-        Rectangle(0.52, 0.75, 0.5, 0.56, 1),  # the keyhole
-    ],
-    KEY: [
-        Rectangle(0.5, 0.63, 0.31, 0.88, 1),
-        Rectangle(0.38, 0.5, 0.59, 0.66, 1),  # the teeth
-        Rectangle(0.38, 0.5, 0.81, 0.88, 1),
-        Stroke(0.56, 0.28, 0, 0, 0.19, 1),  # the ring
-        Stroke(0.56, 0.28, 0, 0, 0.064, 0),
-    ],
-    BALL: [Stroke(0.5, 0.5, 0, 0, 0.31, 1)],
-    BOX: [
-        Rectangle(0.12, 0.88, 0.12, 0.88, 1),
-        Rectangle(0.18, 0.82, 0.18, 0.82, 0),
-        Rectangle(0.16, 0.84, 0.47, 0.53, 1),  # the slit
-    ],
-    GOAL: [WHOLE_TILE],
-    LAVA: [WHOLE_TILE, *LAVA_WAVES],
-}
-SHAPES[KEY_BOX] = SHAPES[BOX]
-RGB = np.array(
-    [[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]]
-)
-LAVA_RGB = np.array([255, 128, 0])
-
-
-def covers(shape, x, y):
-    """Which of the points (x, y), arrays of one shape, lie in a `Rectangle` or `Stroke`."""
-    if isinstance(shape, Rectangle):
-        inside_x = (x >= shape.left) & (x <= shape.right)
-        return inside_x & (y >= shape.top) & (y <= shape.bottom)
-    # The nearest point of the line: its foot of the perpendicular, if that is between its ends.
-    length_squared = max(shape.run**2 + shape.rise**2, 1e-9)
-    along = ((x - shape.x) * shape.run + (y - shape.y) * shape.rise) / length_squared
-    along = np.clip(along, 0, 1)
-    distance_x = x - shape.x - along * shape.run
-    distance_y = y - shape.y - along * shape.rise
-    return np.hypot(distance_x, distance_y) <= shape.radius
-
-
-@functools.cache
-def draw_tile(cell, direction, lit, size):
-    """[size, size, 3] uint8 of one cell, as Farama draws it, brighter if `lit`.
-
-    The agent stands on it if its `direction` is given. Drawn at three times the size and averaged.
-    """
-    pixels = 3 * size
-    y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
-    kind = kind_of(cell)
-    if kind == LAVA:
-        colour = LAVA_RGB
-    elif kind == KEY_BOX:
-        colour = RGB[GREY]  # its own colour is that of the key inside
-    else:
-        colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` draws all bytes, also colours 6, 7
-    image = np.zeros((pixels, pixels, 3), np.uint8)
-    image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
-    for shape in SHAPES.get(kind, []):
-        image[covers(shape, x, y)] = (shape.brightness * colour).astype(np.uint8)
-    if direction is not None:
-        # A triangle that points to where the agent looks: turn the pixels into its frame.
-        cos, sin = [(1, 0), (0, 1), (-1, 0), (0, -1)][direction]
-        ahead = 0.5 + cos * (x - 0.5) + sin * (y - 0.5)
-        aside = np.abs(cos * (y - 0.5) - sin * (x - 0.5))
-        image[(ahead >= 0.12) & (aside / 0.31 + (ahead - 0.12) / 0.75 < 1)] = RGB[RED]
-    if lit:
-        image = (image + 0.3 * (255 - image)).astype(np.uint8)
-    return image.reshape(size, 3, size, 3, 3).mean((1, 3)).astype(np.uint8)
-
-
-@functools.cache
-def tile_rows():
-    """[2 * 128 * 8, 8 * 3] uint8: the pixel rows of all tiles, then of all with the agent."""
-    tiles = [draw_tile(cell, None, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
-    up = 3  # in its own view the agent always looks up
-    tiles += [draw_tile(cell, up, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
-    return np.stack(tiles).reshape(2 * NUM_CELLS * TILE, TILE * 3)
-
-
-def draw_view(view):
-    """The picture [56, 56, 3] uint8 of a view [7, 7]."""
-    has_agent = np.arange(VIEW**2).reshape(VIEW, VIEW) == AGENT_CELL
-    tile = view.astype(jnp.int32) + NUM_CELLS * has_agent
-    # One look-up for each pixel row of each tile, [7, 8, 7]: the order of the picture already.
-    row = tile[:, None] * TILE + np.arange(TILE)[:, None]
-    return at(tile_rows(), row).reshape(VIEW * TILE, VIEW * TILE, 3)
 
 
 # ==================================================================================================
@@ -4095,6 +2991,1134 @@ def main(words=None):
         say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
     say(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
     wait_for_processes(args)
+
+
+# ==================================================================================================
+# Catalogue: the levels of all ids, what ends them, and pictures
+# ==================================================================================================
+
+# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava. The
+#     action is what was done: Memory's agents, which cannot pick up, toggle instead ---
+
+
+def memory_end(env, before, action, after):
+    """The agent stands beside the matching object (success) or beside the other one (failure)."""
+    matching, other = after.marks
+    return after.position == matching, after.position == other
+
+
+def door_end(env, before, action, after):
+    """The door is open after a toggle."""
+    is_open = kind_of(at(after.grid, after.marks[0])) == DOOR_OPEN
+    return (action == TOGGLE) & is_open, jnp.bool_(False)
+
+
+def take_box_end(env, before, action, after):
+    """The agent holds the box, the only one of these levels."""
+    return (action == PICKUP) & (kind_of(after.carrying) == BOX), jnp.bool_(False)
+
+
+def take_ball_end(env, before, action, after):
+    """The agent holds the ball, the only one that KeyCorridor has."""
+    return (action == PICKUP) & (kind_of(after.carrying) == BALL), jnp.bool_(False)
+
+
+def take_blue_ball_end(env, before, action, after):
+    """The agent holds the blue ball, the only blue one that ObstructedMaze has."""
+    return (action == PICKUP) & (after.carrying == BLUE_BALL), jnp.bool_(False)
+
+
+def red_blue_end(env, before, action, after):
+    """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
+    red, blue = before.marks
+    red_was_open = kind_of(at(before.grid, red)) == DOOR_OPEN
+    blue_was_open = kind_of(at(before.grid, blue)) == DOOR_OPEN
+    red_is_open = kind_of(at(after.grid, red)) == DOOR_OPEN
+    blue_is_open = kind_of(at(after.grid, blue)) == DOOR_OPEN
+    success = blue_is_open & red_was_open
+    blue_first = blue_is_open & ~red_was_open
+    blue_shut = ~blue_is_open & blue_was_open & red_is_open
+    return success, blue_first | blue_shut
+
+
+def fetch_end(env, before, action, after):
+    """The agent holds something: what the mission names (success) or anything else (failure)."""
+    _, colour, thing = after.mission
+    holds_right = after.carrying == named(colour, thing)
+    return holds_right, (after.carrying != EMPTY) & ~holds_right
+
+
+def go_to_end(env, before, action, after):
+    """Done, beside the marked cell (success) or elsewhere (failure); toggling fails too."""
+    distance = jnp.abs(after.position - after.marks[0])
+    # Cells 1 apart may also be the last of a row and the first of the next one. But the agent never
+    # is in the outer columns.
+    is_beside = (distance == 1) | (distance == env.width)
+    is_done = action == DONE
+    return is_done & is_beside, (is_done & ~is_beside) | (action == TOGGLE)
+
+
+def put_near_end(env, before, action, after):
+    """What is dropped lies beside the marked cell, corners included (success), or does not.
+
+    Taking anything but the first thing of the mission fails, as does trying to drop where no room
+    is. Where the second thing was at the start counts, and not what is dropped.
+    """
+    colour, thing, _, _ = after.mission
+    takes_wrong = (after.carrying != EMPTY) & (after.carrying != named(colour, thing))
+    tries_to_drop = (action == DROP) & (before.carrying != EMPTY)
+    front, near = env.front(after), after.marks[0]
+    distance_x = jnp.abs(front % env.width - near % env.width)
+    distance_y = jnp.abs(front // env.width - near // env.width)
+    is_near = (distance_x <= 1) & (distance_y <= 1)
+    success = tries_to_drop & (after.carrying == EMPTY) & is_near
+    return success, (tries_to_drop & ~success) | ((action == PICKUP) & takes_wrong)
+
+
+# --- Generators of levels: (env, draw) -> Level; `draw` hands out random numbers: `Uniforms` ---
+
+# Where Farama tries random cells until one fits, `random_cell` draws once from the cells that fit:
+# the same distribution. Only `multi_room_level` tries, and says how often it tries in vain.
+
+
+def below(uniform, n):
+    """A random integer below n from a uniform number in [0, 1)."""
+    return (uniform * n).astype(jnp.int32)
+
+
+def several_below(uniform, *sizes):
+    """Independent random integers below each of `sizes`, digits of one uniform number.
+
+    A uniform number has 23 random bits, so the product of the sizes must be small beside 2^23.
+    """
+    rest = below(uniform, math.prod(sizes))
+    digits = []
+    for size in sizes:
+        digits.append(rest % size)
+        rest = rest // size
+    return digits
+
+
+def random_colours(uniform):
+    """The six colours [6] in a random order."""
+    orders = np.array(list(itertools.permutations(range(6))), np.int32)  # [720, 6]
+    return at(orders, below(uniform, len(orders)))
+
+
+def pick(uniform, allowed):
+    """The index of a random one of the true entries of `allowed` [n]; n where there is none."""
+    rank = jnp.cumsum(allowed.astype(jnp.int32))
+    return (rank <= below(uniform, rank[-1])).sum(dtype=jnp.int32)
+
+
+def random_cell(uniform, grid, region=True, taken=-1):
+    """A random one of the empty cells of a region (bool [G]) other than the cell `taken`.
+
+    Where there is none it is G, beyond the grid: `put` puts nothing there, an agent is nowhere.
+    """
+    return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
+
+
+def random_agent(env, uniform, grid, region):
+    """A random (cell, direction) in a region, nothing or a wall in front: Farama's RoomGrid's."""
+    allowed = []
+    for ahead in (1, env.width, -1, -env.width):  # by direction
+        front = jnp.roll(grid, -ahead)
+        allowed.append((grid == EMPTY) & region & ((front == EMPTY) | (front == GREY_WALL)))
+    choice = pick(uniform, jnp.concatenate(allowed))
+    return choice % grid.size, choice // grid.size
+
+
+def coordinates(env):
+    """x and y of every cell, NumPy arrays [G] int32."""
+    y, x = np.indices((env.height, env.width), np.int32)
+    return x.ravel(), y.ravel()
+
+
+def make_room(env, filled=False, filling=GREY_WALL):
+    """A grid [G] with walls around it and `filling` where `filled` [G] says."""
+    x, y = coordinates(env)
+    is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
+    grid = jnp.where(filled, jnp.uint8(filling), jnp.uint8(EMPTY))
+    return jnp.where(is_border, jnp.uint8(GREY_WALL), grid)
+
+
+def put_goal(env, grid):
+    """The grid with the goal in the bottom right corner of the whole grid."""
+    return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
+
+
+def empty_level(env, draw, random_start=False):
+    """A room with the goal in its bottom right corner, obstacles (if any) in other free cells."""
+    for_agent, for_direction = draw(2)
+    grid = put_goal(env, make_room(env))
+    position, direction = env.width + 1, 0
+    if random_start:
+        position, direction = random_cell(for_agent, grid), below(for_direction, 4)
+    obstacles = []
+    for uniform in draw(env.num_obstacles):
+        obstacle = random_cell(uniform, grid, taken=position)
+        grid = put(grid, obstacle, BLUE_BALL)
+        obstacles.append(obstacle)
+    return Level(grid, position, direction, marks=tuple(obstacles))
+
+
+def door_key_level(env, draw):
+    """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
+    for_wall, for_door, for_agent, for_key, for_direction = draw(5)
+    x, _ = coordinates(env)
+    wall = 2 + below(for_wall, env.width - 4)
+    door = (1 + below(for_door, env.height - 3)) * env.width + wall
+    grid = put_goal(env, make_room(env, x == wall))
+    grid = put(grid, door, DOOR_LOCKED + YELLOW)
+    position = random_cell(for_agent, grid, x < wall)
+    key = random_cell(for_key, grid, x < wall, taken=position)
+    grid = put(grid, key, KEY + YELLOW)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def four_rooms_level(env, draw):
+    """Four rooms joined by one gap in each wall; agent and goal in any free cells, gaps too."""
+    for_upper, for_lower, for_left, for_right, for_agent, for_goal, for_direction = draw(7)
+    x, y = coordinates(env)
+    middle = env.width // 2
+    gaps = [
+        (1 + below(for_upper, middle - 1)) * env.width + middle,
+        (1 + below(for_lower, middle - 1) + middle) * env.width + middle,
+        middle * env.width + 1 + below(for_left, middle - 1),
+        middle * env.width + 1 + below(for_right, middle - 1) + middle,
+    ]
+    grid = make_room(env, (x == middle) | (y == middle))
+    grid = put(grid, jnp.stack(gaps), EMPTY)
+    position = random_cell(for_agent, grid)
+    grid = put(grid, random_cell(for_goal, grid, taken=position), GREEN_GOAL)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def lava_gap_level(env, draw):
+    """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
+    for_x, for_y = draw(2)
+    x, y = coordinates(env)
+    gap_x = 2 + below(for_x, env.width - 4)
+    gap_y = 1 + below(for_y, env.height - 2)
+    grid = make_room(env, (x == gap_x) & (y != gap_y), RED_LAVA)
+    return Level(put_goal(env, grid), position=env.width + 1, direction=0)
+
+
+def dist_shift_level(env, draw, second_row):
+    """Two strips of lava, the second near the first or far from it; nothing is random."""
+    x, y = coordinates(env)
+    is_strip = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
+    grid = make_room(env, is_strip, RED_LAVA)
+    grid = put(grid, env.width + env.width - 2, GREEN_GOAL)  # top right
+    return Level(grid, position=env.width + 1, direction=0)
+
+
+def crossing_level(env, draw, num_crossings, obstacle):
+    """Rivers of lava or wall on even rows and columns, with openings on a random way to the goal.
+
+    The way goes right and down from room to room. Each river that it meets gets an opening, at a
+    random place between the rivers that it has crossed before and those that it will cross next.
+    """
+    for_river, for_order, for_opening = draw(3, num_crossings)
+    x, y = coordinates(env)
+    lines = np.arange(2, env.width - 2, 2)  # where rivers may be, in columns and in rows
+
+    # --- Rivers ---
+    chosen = np.zeros(2 * len(lines), bool)
+    for uniform in for_river:
+        river = pick(uniform, ~chosen)
+        chosen = chosen | (np.arange(2 * len(lines)) == river)
+    columns, rows = chosen[: len(lines)], chosen[len(lines) :]
+    in_column = (columns & (x[:, None] == lines)).any(1)
+    in_row = (rows & (y[:, None] == lines)).any(1)
+    grid = put_goal(env, make_room(env, in_column | in_row, obstacle))
+
+    # --- Openings ---
+    room_x, room_y = jnp.int32(0), jnp.int32(0)  # of the rivers left of and above the room
+    for order, where in zip(for_order, for_opening, strict=True):
+        columns_ahead = columns & (lines > room_x)  # still to cross
+        rows_ahead = rows & (lines > room_y)
+        next_x = jnp.where(columns_ahead, lines, env.width - 1).min()
+        next_y = jnp.where(rows_ahead, lines, env.width - 1).min()
+        # All orders of crossing are equally likely: each river ahead may be the next one.
+        num_ahead = columns_ahead.sum() + rows_ahead.sum()
+        crosses_column = order * num_ahead < columns_ahead.sum()
+        between_x = room_x + 1 + below(where, next_x - room_x - 1)
+        between_y = room_y + 1 + below(where, next_y - room_y - 1)
+        opening_x = jnp.where(crosses_column, next_x, between_x)
+        opening_y = jnp.where(crosses_column, between_y, next_y)
+        grid = put(grid, opening_y * env.width + opening_x, EMPTY)
+        room_x = jnp.where(crosses_column, next_x, room_x)
+        room_y = jnp.where(crosses_column, room_y, next_y)
+    return Level(grid, position=env.width + 1, direction=0)
+
+
+def memory_level(env, draw, random_length=False):
+    """A key or ball in the start room; a hallway to a junction with one of each: go to the same.
+
+    Marks: the cells beside the matching and beside the other object.
+    """
+    for_length, for_object, for_side, for_agent = draw(4)
+    x, y = coordinates(env)
+    middle = env.height // 2
+    end = env.width - 3  # of the hallway
+    if random_length:
+        end = 4 + below(for_length, env.width - 6)
+    away = abs(y - middle)
+    is_room = (x <= 4) & (away == 2)
+    is_hallway = (x >= 4) & (x < end) & (away == 1)
+    is_junction = (x == end) & (away > 0) | (x == end + 2)
+    grid = make_room(env, is_room | is_hallway | is_junction)
+
+    is_key = for_object < 0.5
+    matching = jnp.where(is_key, KEY + GREEN, BALL + GREEN)
+    other = jnp.where(is_key, BALL + GREEN, KEY + GREEN)
+    junction = middle * env.width + end + 1
+    towards_matching = jnp.where(for_side < 0.5, -env.width, env.width)  # up or down
+    grid = put(grid, (middle - 1) * env.width + 1, matching)
+    grid = put(grid, junction + 2 * towards_matching, matching)
+    grid = put(grid, junction - 2 * towards_matching, other)
+    position = middle * env.width + 1 + below(for_agent, end)
+    marks = junction + towards_matching, junction - towards_matching
+    return Level(grid, position, direction=0, marks=marks)
+
+
+def two_rooms(env, for_door, for_colour, for_key, for_behind, for_agent, key, before, behind):
+    """Two rooms, a locked door between them; agent and key in the left one. Mark: the door.
+
+    `key` is KEY or KEY_BOX, `before` lies before the door, `behind` in the right room.
+    """
+    x, y = coordinates(env)
+    wall = 5
+    door = (1 + below(for_door, 4)) * env.width + wall
+    colour = below(for_colour, 6)
+    grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
+    grid = put(grid, door - 1, before)
+    grid = put(grid, random_cell(for_key, grid, x < wall), key + colour)
+    # Not on or beside the middle of the right room, where Farama's RoomGrid has the agent for the
+    # moment.
+    is_far = (x > wall) & (abs(x - 8) + abs(y - 3) > 1)
+    grid = put(grid, random_cell(for_behind, grid, is_far), behind)
+    position, direction = random_agent(env, for_agent, grid, x < wall)
+    return Level(grid, position, direction, marks=(door,))
+
+
+def unlock_level(env, draw, box=False, ball=False):
+    """`two_rooms`; a box may lie in the right room, a ball before the door."""
+    for_door, for_colour, for_box, for_box_colour, for_ball, for_key, for_agent = draw(7)
+    uniforms = for_door, for_colour, for_key, for_box, for_agent
+    box_colour = below(for_box_colour, 6)
+    before = BALL + below(for_ball, 6) if ball else EMPTY
+    if not box:
+        return two_rooms(env, *uniforms, key=KEY, before=before, behind=EMPTY)
+    level = two_rooms(env, *uniforms, key=KEY, before=before, behind=BOX + box_colour)
+    return level._replace(mission=(box_colour,))
+
+
+def obstructed_pair_level(env, draw, hidden, blocked=False):
+    """`two_rooms`, the blue ball in the right; the key maybe in a box, a ball before the door."""
+    key, before = KEY_BOX if hidden else KEY, BALL + GREEN if blocked else EMPTY
+    level = two_rooms(env, *draw(5), key=key, before=before, behind=BLUE_BALL)
+    return level._replace(marks=())
+
+
+def red_blue_doors_level(env, draw):
+    """A room in the middle, a red door in its left and a blue one in its right wall, agent inside.
+
+    Marks: the red and the blue door.
+    """
+    for_red, for_blue, for_agent, for_direction = draw(4)
+    x, _ = coordinates(env)
+    left = env.height // 2
+    right = left + env.height - 1
+    red = (1 + below(for_red, env.height - 2)) * env.width + left
+    blue = (1 + below(for_blue, env.height - 2)) * env.width + right
+    grid = make_room(env, (x == left) | (x == right))
+    position = random_cell(for_agent, grid, (x > left) & (x < right))
+    grid = put(grid, red, DOOR_CLOSED + RED)
+    grid = put(grid, blue, DOOR_CLOSED + BLUE)
+    return Level(grid, position, below(for_direction, 4), marks=(red, blue))
+
+
+def key_corridor_level(env, draw):
+    """Rooms left and right of a hallway: a key on the left, a ball in a locked room on the right.
+
+    Farama's `connect_all` adds doors in a random order until every room can be reached. So give
+    each possible door a random time at which it opens, and open those up to the moment at which the
+    last room is reached.
+    """
+    for_lock, for_key, for_key_colour, for_ball, for_agent = draw(5)
+    x, y = coordinates(env)
+    pitch = (env.width - 1) // 3  # from one wall to the next
+    inside = pitch - 1  # cells between them
+    num_rows = (env.height - 1) // pitch
+    row = np.arange(num_rows)
+    is_hallway = (x > pitch) & (x < 2 * pitch)
+    grid = make_room(env, (x % pitch == 0) | ((y % pitch == 0) & ~is_hallway))
+
+    # --- Possible doors [rows, 4]: left and right room to the hallway, left and right downwards ---
+    open_time, for_door = draw(2, num_rows, 4)
+    door_colour, door_place = several_below(for_door, 6, inside)
+    along = door_place + 1  # from the corner of the room
+    sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([1, 2]) * pitch
+    down_cells = pitch * (row[:, None] + 1) * env.width + np.array([0, 2]) * pitch + along[:, 2:]
+    door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
+
+    # --- The locked door, what is behind it, and its key ---
+    locked_row = below(for_lock, num_rows)
+    colour = below(for_key_colour, 6)
+    ball_colour, ball_x, ball_y = several_below(for_ball, 6, inside, inside)
+    key_row, key_x, key_y = several_below(for_key, num_rows, inside, inside)
+    grid = put(grid, at(door_cells[:, 1], locked_row), DOOR_LOCKED + colour)
+    ball = (pitch * locked_row + 1 + ball_y) * env.width + 2 * pitch + 1 + ball_x
+    grid = put(grid, ball, BALL + ball_colour)
+    key = (pitch * key_row + 1 + key_y) * env.width + 1 + key_x
+    grid = put(grid, key, KEY + colour)
+    top = pitch * (num_rows // 2)  # of the agent's room; walls above and below it are removed
+    is_start = is_hallway & (y >= top) & (y <= top + pitch)
+    position, direction = random_agent(env, for_agent, grid, is_start)
+
+    # --- When does each of the other doors open? ---
+    is_bottom = row == num_rows - 1
+    is_locked = row == locked_row
+    is_above_locked = row + 1 == locked_row
+    never = [row < 0, is_locked, is_bottom, is_bottom | is_locked | is_above_locked]
+    open_time = jnp.where(jnp.stack(never, axis=1), jnp.inf, open_time)
+
+    # --- Every group of neighbours in a column needs a way out: sideways, upwards or downwards ---
+    sideways, down = open_time[:, :2], open_time[:, 2:]  # [rows, 2], left and right column
+    up = jnp.roll(down, 1, axis=0)  # the last row has no door downwards, so the first none upwards
+    last_time = jnp.float32(0)
+    for first in range(num_rows):
+        for last in range(first, num_rows):
+            way_out = sideways[first : last + 1].min(0)
+            way_out = jnp.minimum(way_out, jnp.minimum(up[first], down[last]))
+            # Infinite only for the locked room alone, whose way out is the lock.
+            way_out = jnp.where(jnp.isinf(way_out), 0, way_out)
+            last_time = jnp.maximum(last_time, way_out.max())
+    is_open = open_time <= last_time
+
+    doors = jnp.uint8(DOOR_CLOSED) + door_colour.astype(jnp.uint8)
+    grid = grid.at[door_cells].set(jnp.where(is_open, doors, at(grid, door_cells)))
+    return Level(grid, position, direction, mission=(ball_colour,))
+
+
+def locked_room_level(env, draw):
+    """Three rooms on each side of a hallway; one is locked and holds the goal, another its key."""
+    for_locked, for_key, for_goal_cell, for_key_cell, for_colours = draw(5)
+    for_agent, for_direction = draw(2)
+    x, y = coordinates(env)
+    left, right = env.width // 2 - 2, env.width // 2 + 2  # the hallway's walls
+    pitch = env.height // 3
+    is_hallway = (x > left) & (x < right)
+    grid = make_room(env, (x == left) | (x == right) | ((y % pitch == 0) & ~is_hallway))
+
+    # --- Rooms, counted row by row ---
+    room = np.arange(6)
+    room_left, room_top = room % 2 * right, room // 2 * pitch  # corners
+    locked_room = below(for_locked, 6)
+    key_room = (locked_room + 1 + below(for_key, 5)) % 6
+
+    def random_place(uniform, number):
+        """A random cell inside a room."""
+        place_x, place_y = several_below(uniform, left - 1, pitch - 1)
+        x, y = at(room_left, number) + 1 + place_x, at(room_top, number) + 1 + place_y
+        return y * env.width + x
+
+    colours = random_colours(for_colours)
+    colour = at(colours, locked_room)
+    doors = jnp.where(room == locked_room, DOOR_LOCKED, DOOR_CLOSED) + colours
+    door_cells = (room_top + 3) * env.width + np.where(room % 2 == 0, left, right)
+    grid = grid.at[door_cells].set(doors.astype(jnp.uint8))
+    grid = put(grid, random_place(for_goal_cell, locked_room), GREEN_GOAL)
+    grid = put(grid, random_place(for_key_cell, key_room), KEY + colour)
+    position = random_cell(for_agent, grid, is_hallway)
+    mission = colour, at(colours, key_room)
+    return Level(grid, position, below(for_direction, 4), mission=mission)
+
+
+def playground_level(env, draw):
+    """Nine rooms, a door in each wall between two of them, twelve objects anywhere; no goal."""
+    num_objects = 12
+    for_agent, for_direction = draw(2)
+    for_door = draw(2, 3, 2)
+    for_object, for_cell = draw(2, num_objects)
+    x, y = coordinates(env)
+    pitch = env.width // 3
+    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
+
+    # --- Doors [2, 3, 2]: in columns of wall, then in rows; room along the wall; which wall ---
+    colour, place = several_below(for_door, 6, pitch - 2)  # none beside the wall's last crossing
+    along = pitch * np.arange(3)[:, None] + 1 + place
+    across = pitch * np.array([1, 2])
+    in_columns = along[0] * env.width + across
+    in_rows = across * env.width + along[1]
+    doors = (DOOR_CLOSED + colour).astype(jnp.uint8)
+    grid = grid.at[jnp.stack([in_columns, in_rows])].set(doors)
+
+    position = random_cell(for_agent, grid)
+    colours, kinds = several_below(for_object, 6, 3)
+    objects = KEY + 8 * kinds + colours  # key, ball or box
+    for uniform, content in zip(for_cell, objects, strict=True):
+        grid = put(grid, random_cell(uniform, grid, taken=position), content)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def in_room(env, column, row, pitch):
+    """The cells [G], bool, of a room in a grid of rooms, its walls included."""
+    x, y = coordinates(env)
+    is_column = (x >= column * pitch) & (x <= (column + 1) * pitch)
+    return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
+
+
+def obstructed_maze_level(
+    env, draw, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
+):
+    """Nine rooms, the blue ball in one of `num_quarters` corners, behind locked doors.
+
+    Doors lead from the middle room to as many side rooms, and two locked ones from each of these to
+    corners. Their keys are in the side room, maybe `hidden` in boxes, and green balls may block the
+    doors. Without `keys_last` a key may lie where the ball before the next door comes to be: then
+    it is gone, as in Farama's -v0, and the level may have no solution.
+    """
+    for_colours, for_ball_corner, for_ball_place, for_agent = draw(4)
+    for_middle_door = draw(num_quarters)
+    for_side = draw(num_quarters, 2, 2)
+    x, y = coordinates(env)
+    pitch = 5
+    grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
+    colours = random_colours(for_colours)
+    ahead = [1, env.width, -1, -env.width]  # by direction: right, down, left, up
+    side_rooms = [(2, 1), (1, 2), (0, 1), (1, 0)]  # in these directions from the middle one
+    corners = np.array([(2, 0), (2, 2), (0, 2), (0, 0)])
+
+    def door_cell(uniform, room, direction):
+        """A random cell of one wall of a room."""
+        left, top = room[0] * pitch, room[1] * pitch
+        along = 1 + below(uniform, pitch - 1)
+        if direction in (0, 2):
+            return (top + along) * env.width + left + (pitch if direction == 0 else 0)
+        return (top + (pitch if direction == 1 else 0)) * env.width + left + along
+
+    def with_door(grid, uniform, i, turn):
+        """Adds a locked door to side room i, in the wall a quarter `turn` from its direction."""
+        direction = (i + turn) % 4
+        door = door_cell(uniform, side_rooms[i], direction)
+        grid = put(grid, door, DOOR_LOCKED + colours[(i + turn) % 6])
+        return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
+
+    def with_key(grid, uniform, i, turn):
+        """Puts the key of that door into the side room."""
+        key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
+        return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
+
+    for i in range(num_quarters):
+        middle_door = door_cell(for_middle_door[i], (1, 1), i)
+        grid = put(grid, middle_door, DOOR_CLOSED + colours[i])
+        (first_door, first_key), (second_door, second_key) = for_side[i]
+        grid = with_door(grid, first_door, i, turn=-1)
+        if not keys_last:
+            grid = with_key(grid, first_key, i, turn=-1)
+        grid = with_door(grid, second_door, i, turn=1)
+        if keys_last:
+            grid = with_key(grid, first_key, i, turn=-1)
+        grid = with_key(grid, second_key, i, turn=1)
+
+    corner_x, corner_y = at(corners * pitch, below(for_ball_corner, num_quarters))
+    place_x, place_y = several_below(for_ball_place, pitch - 1, pitch - 1)
+    ball = (corner_y + 1 + place_y) * env.width + corner_x + 1 + place_x
+    grid = put(grid, ball, BLUE_BALL)
+    agent_cells = in_room(env, *agent_room, pitch)
+    position, direction = random_agent(env, for_agent, grid, agent_cells)
+    return Level(grid, position, direction)
+
+
+class Rooms(NamedTuple):
+    """Rectangles of rooms, walls included; whole numbers, all four of the same shape."""
+
+    left: jax.Array
+    top: jax.Array
+    width: jax.Array
+    height: jax.Array
+
+
+def multi_room_level(env, draw, num_rooms, max_size, num_chains):
+    """A chain of rooms of random sizes, doors between them; agent in the first, goal in the last.
+
+    Farama adds room to room, each with up to eight tries to fit it in, and begins anew until it has
+    a chain of all rooms. Here `num_chains` chains are made side by side and the first whole one
+    counts, which has the same distribution. That none is whole has a probability below 4e-7 with
+    the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
+    chain, with the goal in its last room.
+    """
+    num_tries = 8
+    sizes = max_size - 3  # from 4 to `max_size`, walls included
+    for_left, for_top = draw(2, num_chains)
+    for_tries = draw(3, num_rooms - 1, num_chains, num_tries)
+    for_agent, for_direction, for_goal = draw(3)
+    for_doors = draw(num_rooms - 1)
+
+    # --- The first rooms [chains]: one of all places and sizes that fit in ---
+    # Farama's check leaves the last row of the grid free, and so does this.
+    corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
+    lefts, widths = np.nonzero(corner + size <= env.width)
+    tops, heights = np.nonzero(corner + size < env.height)
+    column, row = below(for_left, len(lefts)), below(for_top, len(tops))
+    room = Rooms(
+        left=at(lefts, column),
+        top=at(tops, row),
+        width=at(widths, column) + 4,
+        height=at(heights, row) + 4,
+    )
+
+    # --- One room more: eight tries [chains, 8], the first that fits counts ---
+    # A scan, because XLA takes minutes to compile this five times in a row.
+    def add_room(carry, inputs):
+        room, entry_wall, is_whole, others = carry
+        number, for_shape, for_door, for_place = inputs
+        last = jax.tree.map(lambda side: side[:, None], room)
+        more_width, more_height, turn = several_below(for_shape, sizes, sizes, 3)
+        width, height = more_width + 4, more_height + 4
+        exit_wall = (entry_wall[:, None] + 1 + turn) % 4  # never where one came in
+        is_right, is_bottom, is_left, is_top = (exit_wall == wall for wall in range(4))
+        is_sideways = is_right | is_left
+        door_x = last.left + 1 + below(for_door, last.width - 2)
+        door_x = jnp.where(is_sideways, last.left + is_right * (last.width - 1), door_x)
+        door_y = last.top + 1 + below(for_door, last.height - 2)
+        door_y = jnp.where(is_sideways, door_y, last.top + is_bottom * (last.height - 1))
+        left = door_x - 1 - below(for_place, width - 2)
+        left = jnp.where(is_sideways, door_x - is_left * (width - 1), left)
+        top = door_y - 1 - below(for_place, height - 2)
+        top = jnp.where(is_sideways, top, door_y - is_top * (height - 1))
+
+        # Does it fit in? The last room needs no check: it lies on the other side of the door.
+        fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
+        other = jax.tree.map(lambda side: side[:, :, None], others)  # [rooms, chains, 1]
+        is_apart = (left + width < other.left) | (other.left + other.width <= left)
+        is_apart |= (top + height < other.top) | (other.top + other.height <= top)
+        fits &= is_apart.all(0)
+        is_chosen = fits & (jnp.cumsum(fits, axis=1) == 1)
+
+        def chosen(values):
+            return jnp.where(is_chosen, values, 0).sum(1)  # [chains]
+
+        others = jax.tree.map(lambda sides, side: sides.at[number].set(side), others, room)
+        room = Rooms(chosen(left), chosen(top), chosen(width), chosen(height))
+        is_whole &= fits.any(1)
+        carry = room, chosen((exit_wall + 2) % 4), is_whole, others
+        return carry, (room, chosen(door_y * env.width + door_x), is_whole)
+
+    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)  # apart from everything
+    entry_wall = jnp.full(num_chains, 2)  # walls are 0 right, 1 bottom, 2 left, 3 top
+    no_others = Rooms(left=nowhere, top=nowhere, width=nowhere, height=nowhere)
+    carry = room, entry_wall, jnp.ones(num_chains, bool), no_others
+    number = jnp.arange(num_rooms - 1)
+    _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
+
+    # --- Draw the longest chain ---
+    chain = is_whole.sum(0).argmax()
+    length = 1 + is_whole[:, chain].sum()
+    rooms = jax.tree.map(
+        lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
+    )  # [rooms, 1]
+    right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
+    x, y = coordinates(env)
+    is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [rooms, G]
+    is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
+    is_wall = is_in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
+    grid = jnp.where(is_wall.any(0), jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+    for number, (door, uniform) in enumerate(zip(doors[:, chain], for_doors, strict=True)):
+        if number == 0:
+            colour = below(uniform, 6)
+        else:
+            colour = (colour + 1 + below(uniform, 5)) % 6  # another one than the door before has
+        with_door = put(grid, door, DOOR_CLOSED + colour)
+        grid = jnp.where(number + 1 < length, with_door, grid)
+
+    position = random_cell(for_agent, grid, is_inside[0])
+    goal = random_cell(for_goal, grid, at(is_inside, length - 1), taken=position)
+    grid = put(grid, goal, GREEN_GOAL)
+    return Level(grid, position, below(for_direction, 4))
+
+
+def fetch_level(env, draw, num_objects):
+    """Keys and balls; one of them is to be fetched (or another that looks the same)."""
+    for_agent, for_direction, for_target, for_verb = draw(4)
+    for_object, for_cell = draw(2, num_objects)
+    colours, kinds = several_below(for_object, 6, 2)
+    objects = KEY + 8 * kinds + colours  # key or ball
+    grid = make_room(env)
+    for uniform, content in zip(for_cell, objects, strict=True):
+        grid = put(grid, random_cell(uniform, grid), content)
+    position = random_cell(for_agent, grid)
+    target = at(objects, below(for_target, num_objects))
+    verb = WORDS.index(VERB_WORDS[0]) + below(for_verb, len(VERB_WORDS))
+    mission = verb, *words_of(target)
+    return Level(grid, position, below(for_direction, 4), mission=mission)
+
+
+def go_to_door_level(env, draw):
+    """A room of random size, doors of four colours in its walls. Mark: the door of the mission."""
+    for_size, for_upper, for_lower, for_left, for_right, for_colours = draw(6)
+    for_agent, for_direction, for_target = draw(3)
+    x, y = coordinates(env)
+    more_width, more_height = several_below(for_size, env.width - 4, env.height - 4)
+    width, height = more_width + 5, more_height + 5
+    is_in_room = (x < width) & (y < height)
+    is_border = (x == 0) | (y == 0) | (x == width - 1) | (y == height - 1)
+    grid = jnp.where(is_in_room & is_border, jnp.uint8(GREY_WALL), jnp.uint8(EMPTY))
+
+    doors = [
+        2 + below(for_upper, width - 4),
+        (height - 1) * env.width + 2 + below(for_lower, width - 4),
+        (2 + below(for_left, height - 4)) * env.width,
+        (2 + below(for_right, height - 4)) * env.width + width - 1,
+    ]
+    colours = random_colours(for_colours)[: len(doors)]
+    for door, colour in zip(doors, colours, strict=True):
+        grid = put(grid, door, DOOR_CLOSED + colour)
+    position = random_cell(for_agent, grid, is_in_room)
+    target = below(for_target, len(doors))
+    mark, colour = at(jnp.stack(doors), target), at(colours, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=(colour,))
+
+
+def different_objects(env, draw, grid, num_objects, apart=False):
+    """Puts keys, balls and boxes, no two alike, into free cells of a grid.
+
+    With `apart` no two are neighbours, not even at corners. Returns (grid, objects [num_objects],
+    their cells [num_objects]).
+    """
+    x, y = coordinates(env)
+    numbers = np.arange(3 * 6)
+    is_unused, is_apart = np.ones(3 * 6, bool), True
+    objects, cells = [], []
+    for for_object, for_cell in draw(num_objects, 2):
+        number = pick(for_object, is_unused)
+        cell = random_cell(for_cell, grid, is_apart)
+        is_unused = is_unused & (numbers != number)
+        if apart:
+            is_far = (abs(x - cell % env.width) > 1) | (abs(y - cell // env.width) > 1)
+            is_apart = is_apart & is_far
+        objects.append(KEY + 8 * (number // 6) + number % 6)
+        cells.append(cell)
+        grid = put(grid, cell, objects[-1])
+    return grid, jnp.stack(objects), jnp.stack(cells)
+
+
+def go_to_object_level(env, draw, num_objects):
+    """Things, one of which is the mission's. Mark: where that one is."""
+    for_agent, for_direction, for_target = draw(3)
+    grid, objects, cells = different_objects(env, draw, make_room(env), num_objects)
+    position = random_cell(for_agent, grid)
+    target = below(for_target, num_objects)
+    mission = words_of(at(objects, target))
+    mark = at(cells, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
+
+
+def put_near_level(env, draw, num_objects):
+    """Things apart from each other; one is to be put near another. Mark: where that one is."""
+    for_agent, for_direction, for_moved, for_target = draw(4)
+    grid = make_room(env)
+    grid, objects, cells = different_objects(env, draw, grid, num_objects, apart=True)
+    position = random_cell(for_agent, grid)
+    moved = below(for_moved, num_objects)
+    target = (moved + 1 + below(for_target, num_objects - 1)) % num_objects
+    mission = *words_of(at(objects, moved)), *words_of(at(objects, target))
+    mark = at(cells, target)
+    return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
+
+
+# --- The ids ---
+
+
+variant = functools.partial  # a generator of levels with some of its options set
+
+RANDOM_EMPTY = variant(empty_level, random_start=True)
+LAVA_CROSSING = variant(crossing_level, obstacle=RED_LAVA)
+WALL_CROSSING = variant(crossing_level, obstacle=GREY_WALL)
+RANDOM_MEMORY = variant(memory_level, random_length=True)
+BOX_BEHIND = variant(unlock_level, box=True)
+BALL_BEFORE = variant(unlock_level, box=True, ball=True)
+TWO_ROOMS = variant(multi_room_level, num_rooms=2, max_size=4, num_chains=3)
+FOUR_SMALL_ROOMS = variant(multi_room_level, num_rooms=4, max_size=5, num_chains=10)
+SIX_SMALL_ROOMS = variant(multi_room_level, num_rooms=6, max_size=5, num_chains=16)
+SIX_LARGE_ROOMS = variant(multi_room_level, num_rooms=6, max_size=10, num_chains=40)
+ONE_DOOR = variant(obstructed_pair_level, hidden=False)
+ONE_DOOR_HIDDEN = variant(obstructed_pair_level, hidden=True)
+ONE_DOOR_BLOCKED = variant(obstructed_pair_level, hidden=True, blocked=True)
+TWO_DOORS_BLOCKED = variant(obstructed_maze_level, num_quarters=1, agent_room=(2, 1))
+TWO_DOORS_HIDDEN = variant(TWO_DOORS_BLOCKED, blocked=False)
+TWO_DOORS = variant(TWO_DOORS_HIDDEN, hidden=False)
+ONE_QUARTER = variant(obstructed_maze_level, num_quarters=1, agent_room=(1, 1))
+TWO_QUARTERS = variant(obstructed_maze_level, num_quarters=2, agent_room=(2, 1))
+FOUR_QUARTERS = variant(obstructed_maze_level, num_quarters=4, agent_room=(1, 1))
+
+OPEN = {"see_through_walls": True}
+USE_KEY = {"sentence": "use the key to open the door and then get to the goal"}
+ANY_GOAL = {"sentence": "reach the goal"}
+AVOID_LAVA = {"sentence": "avoid the lava and get to the green goal square"}
+FIND_OPENING = {"sentence": "find the opening and get to the green goal square"}
+MEMORY = {
+    "end_rule": memory_end,
+    "can_pick_up": False,
+    "sentence": "go to the matching object at the end of the hallway",
+}
+UNLOCK = {"end_rule": door_end, "sentence": "open the door"}
+TAKE_BOX = {"end_rule": take_box_end, "sentence": "pick up the {} box"}
+TAKE_BALL = {"end_rule": take_ball_end, "sentence": "pick up the {} ball"}
+TAKE_BLUE = {"end_rule": take_blue_ball_end, "sentence": "pick up the blue ball"}
+RED_BLUE = {"end_rule": red_blue_end, "sentence": "open the red door then the blue door"}
+LOCKED_ROOM = {
+    "sentence": "get the {0} key from the {1} room, unlock the {0} door and go to the goal"
+}
+ROOMS = {"sentence": "traverse the rooms to get to the goal"}
+PLAY = {"sentence": ""}
+MISSION = {"observes_mission": True, "see_through_walls": True}
+FETCH = MISSION | {"end_rule": fetch_end, "sentence": "{} {} {}"}
+GO_TO_DOOR = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} door"}
+GO_TO_OBJECT = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} {}"}
+PUT_NEAR = MISSION | {"end_rule": put_near_end, "sentence": "put the {} {} near the {} {}"}
+
+
+def moving(num_obstacles):
+    """The fields of a room with moving obstacles."""
+    return OPEN | {"num_obstacles": num_obstacles, "num_actions": 3}
+
+
+TABLE = [
+    # name, width, height, time limit, generator of levels, fields of `MiniGrid` that differ
+    ("Empty-5x5-v0", 5, 5, 100, empty_level, OPEN),
+    ("Empty-6x6-v0", 6, 6, 144, empty_level, OPEN),
+    ("Empty-8x8-v0", 8, 8, 256, empty_level, OPEN),
+    ("Empty-16x16-v0", 16, 16, 1024, empty_level, OPEN),
+    ("Empty-Random-5x5-v0", 5, 5, 100, RANDOM_EMPTY, OPEN),
+    ("Empty-Random-6x6-v0", 6, 6, 144, RANDOM_EMPTY, OPEN),
+    ("Dynamic-Obstacles-5x5-v0", 5, 5, 100, empty_level, moving(2)),
+    ("Dynamic-Obstacles-6x6-v0", 6, 6, 144, empty_level, moving(3)),
+    ("Dynamic-Obstacles-8x8-v0", 8, 8, 256, empty_level, moving(4)),
+    ("Dynamic-Obstacles-16x16-v0", 16, 16, 1024, empty_level, moving(8)),
+    ("Dynamic-Obstacles-Random-5x5-v0", 5, 5, 100, RANDOM_EMPTY, moving(2)),
+    ("Dynamic-Obstacles-Random-6x6-v0", 6, 6, 144, RANDOM_EMPTY, moving(3)),
+    ("DoorKey-5x5-v0", 5, 5, 250, door_key_level, USE_KEY),
+    ("DoorKey-6x6-v0", 6, 6, 360, door_key_level, USE_KEY),
+    ("DoorKey-8x8-v0", 8, 8, 640, door_key_level, USE_KEY),
+    ("DoorKey-16x16-v0", 16, 16, 2560, door_key_level, USE_KEY),
+    ("FourRooms-v0", 19, 19, 100, four_rooms_level, ANY_GOAL),
+    ("LavaGapS5-v0", 5, 5, 100, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS6-v0", 6, 6, 144, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS7-v0", 7, 7, 196, lava_gap_level, AVOID_LAVA),
+    ("DistShift1-v0", 9, 7, 252, variant(dist_shift_level, second_row=2), OPEN),
+    ("DistShift2-v0", 9, 7, 252, variant(dist_shift_level, second_row=5), OPEN),
+    ("LavaCrossingS9N1-v0", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), AVOID_LAVA),
+    ("LavaCrossingS9N2-v0", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), AVOID_LAVA),
+    ("LavaCrossingS9N3-v0", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), AVOID_LAVA),
+    ("LavaCrossingS11N5-v0", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), AVOID_LAVA),
+    ("SimpleCrossingS9N1-v0", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), FIND_OPENING),
+    ("SimpleCrossingS9N2-v0", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), FIND_OPENING),
+    ("SimpleCrossingS9N3-v0", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), FIND_OPENING),
+    ("SimpleCrossingS11N5-v0", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), FIND_OPENING),
+    ("MemoryS7-v0", 7, 7, 245, memory_level, MEMORY),
+    ("MemoryS9-v0", 9, 9, 405, memory_level, MEMORY),
+    ("MemoryS11-v0", 11, 11, 605, memory_level, MEMORY),
+    ("MemoryS13-v0", 13, 13, 845, memory_level, MEMORY),
+    ("MemoryS13Random-v0", 13, 13, 845, RANDOM_MEMORY, MEMORY),
+    ("MemoryS17Random-v0", 17, 17, 1445, RANDOM_MEMORY, MEMORY),
+    ("Unlock-v0", 11, 6, 288, unlock_level, UNLOCK),
+    ("UnlockPickup-v0", 11, 6, 288, BOX_BEHIND, TAKE_BOX),
+    ("BlockedUnlockPickup-v0", 11, 6, 576, BALL_BEFORE, TAKE_BOX),
+    ("RedBlueDoors-6x6-v0", 12, 6, 720, red_blue_doors_level, RED_BLUE),
+    ("RedBlueDoors-8x8-v0", 16, 8, 1280, red_blue_doors_level, RED_BLUE),
+    ("KeyCorridorS3R1-v0", 7, 3, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R2-v0", 7, 5, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R3-v0", 7, 7, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS4R3-v0", 10, 10, 480, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS5R3-v0", 13, 13, 750, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS6R3-v0", 16, 16, 1080, key_corridor_level, TAKE_BALL),
+    ("LockedRoom-v0", 19, 19, 190, locked_room_level, LOCKED_ROOM),
+    ("MultiRoom-N2-S4-v0", 25, 25, 40, TWO_ROOMS, ROOMS),
+    # Farama's N4-S5-v0 has six rooms, whatever its name says; v1 has four.
+    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS),
+    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS),
+    ("MultiRoom-N6-v0", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS),
+    ("ObstructedMaze-1Dl-v0", 11, 6, 288, ONE_DOOR, TAKE_BLUE),
+    ("ObstructedMaze-1Dlh-v0", 11, 6, 288, ONE_DOOR_HIDDEN, TAKE_BLUE),
+    ("ObstructedMaze-1Dlhb-v0", 11, 6, 288, ONE_DOOR_BLOCKED, TAKE_BLUE),
+    ("ObstructedMaze-2Dl-v0", 16, 16, 576, TWO_DOORS, TAKE_BLUE),
+    ("ObstructedMaze-2Dlh-v0", 16, 16, 576, TWO_DOORS_HIDDEN, TAKE_BLUE),
+    ("ObstructedMaze-2Dlhb-v0", 16, 16, 576, TWO_DOORS_BLOCKED, TAKE_BLUE),
+    ("ObstructedMaze-2Dlhb-v1", 16, 16, 576, variant(TWO_DOORS_BLOCKED, keys_last=True), TAKE_BLUE),
+    ("ObstructedMaze-1Q-v0", 16, 16, 720, ONE_QUARTER, TAKE_BLUE),
+    ("ObstructedMaze-1Q-v1", 16, 16, 720, variant(ONE_QUARTER, keys_last=True), TAKE_BLUE),
+    ("ObstructedMaze-2Q-v0", 16, 16, 1584, TWO_QUARTERS, TAKE_BLUE),
+    ("ObstructedMaze-2Q-v1", 16, 16, 1584, variant(TWO_QUARTERS, keys_last=True), TAKE_BLUE),
+    ("ObstructedMaze-Full-v0", 16, 16, 3600, FOUR_QUARTERS, TAKE_BLUE),
+    ("ObstructedMaze-Full-v1", 16, 16, 3600, variant(FOUR_QUARTERS, keys_last=True), TAKE_BLUE),
+    ("Playground-v0", 19, 19, 100, playground_level, PLAY),
+    ("Fetch-5x5-N2-v0", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-6x6-N2-v0", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-8x8-N3-v0", 8, 8, 320, variant(fetch_level, num_objects=3), FETCH),
+    ("GoToDoor-5x5-v0", 5, 5, 100, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-6x6-v0", 6, 6, 144, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-8x8-v0", 8, 8, 256, go_to_door_level, GO_TO_DOOR),
+    ("GoToObject-6x6-N2-v0", 6, 6, 180, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("GoToObject-8x8-N2-v0", 8, 8, 320, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("PutNear-6x6-N2-v0", 6, 6, 30, variant(put_near_level, num_objects=2), PUT_NEAR),
+    ("PutNear-8x8-N3-v0", 8, 8, 40, variant(put_near_level, num_objects=3), PUT_NEAR),
+]
+ENVIRONMENTS = {
+    f"MiniGrid-{name}": MiniGrid(f"MiniGrid-{name}", width, height, limit, level, **fields)
+    for name, width, height, limit, level, fields in TABLE
+}
+
+
+# --- Drawing ---
+
+
+class Rectangle(NamedTuple):
+    """A filled rectangle; the tile's sides have length 1, y points down."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    brightness: float  # 1 is the colour of the cell, 0 black
+
+
+class Stroke(NamedTuple):
+    """All points within a radius of the line from (x, y) to (x + run, y + rise)."""
+
+    x: float
+    y: float
+    run: float
+    rise: float
+    radius: float
+    brightness: float
+
+
+WHOLE_TILE = Rectangle(0, 1, 0, 1, 1)
+LAVA_WAVES = [  # three waves of four strokes
+    stroke
+    for y in (0.3, 0.5, 0.7)
+    for stroke in (
+        Stroke(0.1, y, 0.2, 0.1, 0.03, 0),
+        Stroke(0.3, y + 0.1, 0.2, -0.1, 0.03, 0),
+        Stroke(0.5, y, 0.2, 0.1, 0.03, 0),
+        Stroke(0.7, y + 0.1, 0.2, -0.1, 0.03, 0),
+    )
+]
+SHAPES = {  # of each kind, drawn in this order
+    WALL: [WHOLE_TILE],
+    FLOOR: [Rectangle(0.031, 1, 0.031, 1, 0.5)],
+    DOOR_OPEN: [Rectangle(0.88, 1, 0, 1, 1), Rectangle(0.92, 0.96, 0.04, 0.96, 0)],
+    DOOR_CLOSED: [
+        WHOLE_TILE,
+        Rectangle(0.04, 0.96, 0.04, 0.96, 0),
+        Rectangle(0.08, 0.92, 0.08, 0.92, 1),
+        Rectangle(0.12, 0.88, 0.12, 0.88, 0),
+        Stroke(0.75, 0.5, 0, 0, 0.08, 1),  # the handle
+    ],
+    DOOR_LOCKED: [
+        WHOLE_TILE,
+        Rectangle(0.06, 0.94, 0.06, 0.94, 0.45),
+        Rectangle(0.52, 0.75, 0.5, 0.56, 1),  # the keyhole
+    ],
+    KEY: [
+        Rectangle(0.5, 0.63, 0.31, 0.88, 1),
+        Rectangle(0.38, 0.5, 0.59, 0.66, 1),  # the teeth
+        Rectangle(0.38, 0.5, 0.81, 0.88, 1),
+        Stroke(0.56, 0.28, 0, 0, 0.19, 1),  # the ring
+        Stroke(0.56, 0.28, 0, 0, 0.064, 0),
+    ],
+    BALL: [Stroke(0.5, 0.5, 0, 0, 0.31, 1)],
+    BOX: [
+        Rectangle(0.12, 0.88, 0.12, 0.88, 1),
+        Rectangle(0.18, 0.82, 0.18, 0.82, 0),
+        Rectangle(0.16, 0.84, 0.47, 0.53, 1),  # the slit
+    ],
+    GOAL: [WHOLE_TILE],
+    LAVA: [WHOLE_TILE, *LAVA_WAVES],
+}
+SHAPES[KEY_BOX] = SHAPES[BOX]
+RGB = np.array(
+    [[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]]
+)
+LAVA_RGB = np.array([255, 128, 0])
+
+
+def covers(shape, x, y):
+    """Which of the points (x, y), arrays of one shape, lie in a `Rectangle` or `Stroke`."""
+    if isinstance(shape, Rectangle):
+        inside_x = (x >= shape.left) & (x <= shape.right)
+        return inside_x & (y >= shape.top) & (y <= shape.bottom)
+    # The nearest point of the line: its foot of the perpendicular, if that is between its ends.
+    length_squared = max(shape.run**2 + shape.rise**2, 1e-9)
+    along = ((x - shape.x) * shape.run + (y - shape.y) * shape.rise) / length_squared
+    along = np.clip(along, 0, 1)
+    distance_x = x - shape.x - along * shape.run
+    distance_y = y - shape.y - along * shape.rise
+    return np.hypot(distance_x, distance_y) <= shape.radius
+
+
+@functools.cache
+def draw_tile(cell, direction, lit, size):
+    """[size, size, 3] uint8 of one cell, as Farama draws it, brighter if `lit`.
+
+    The agent stands on it if its `direction` is given. Drawn at three times the size and averaged.
+    """
+    pixels = 3 * size
+    y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
+    kind = kind_of(cell)
+    if kind == LAVA:
+        colour = LAVA_RGB
+    elif kind == KEY_BOX:
+        colour = RGB[GREY]  # its own colour is that of the key inside
+    else:
+        colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` draws all bytes, also colours 6, 7
+    image = np.zeros((pixels, pixels, 3), np.uint8)
+    image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
+    for shape in SHAPES.get(kind, []):
+        image[covers(shape, x, y)] = (shape.brightness * colour).astype(np.uint8)
+    if direction is not None:
+        # A triangle that points to where the agent looks: turn the pixels into its frame.
+        cos, sin = [(1, 0), (0, 1), (-1, 0), (0, -1)][direction]
+        ahead = 0.5 + cos * (x - 0.5) + sin * (y - 0.5)
+        aside = np.abs(cos * (y - 0.5) - sin * (x - 0.5))
+        image[(ahead >= 0.12) & (aside / 0.31 + (ahead - 0.12) / 0.75 < 1)] = RGB[RED]
+    if lit:
+        image = (image + 0.3 * (255 - image)).astype(np.uint8)
+    return image.reshape(size, 3, size, 3, 3).mean((1, 3)).astype(np.uint8)
+
+
+@functools.cache
+def tile_rows():
+    """[2 * 128 * 8, 8 * 3] uint8: the pixel rows of all tiles, then of all with the agent."""
+    tiles = [draw_tile(cell, None, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
+    up = 3  # in its own view the agent always looks up
+    tiles += [draw_tile(cell, up, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
+    return np.stack(tiles).reshape(2 * NUM_CELLS * TILE, TILE * 3)
+
+
+def draw_view(view):
+    """The picture [56, 56, 3] uint8 of a view [7, 7]."""
+    has_agent = np.arange(VIEW**2).reshape(VIEW, VIEW) == AGENT_CELL
+    tile = view.astype(jnp.int32) + NUM_CELLS * has_agent
+    # One look-up for each pixel row of each tile, [7, 8, 7]: the order of the picture already.
+    row = tile[:, None] * TILE + np.arange(TILE)[:, None]
+    return at(tile_rows(), row).reshape(VIEW * TILE, VIEW * TILE, 3)
+
+
+# --- Tasks of XLand-MiniGrid ---
+
+
+class XLand:
+    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
+
+    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
+    others when they come near each other or to the agent. The agent observes none of the rules, nor
+    the goal: only the reward tells what they are. To find that out in the first episode and use it
+    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
+    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
+
+    | what        | value                                                                        |
+    | ----------- | ---------------------------------------------------------------------------- |
+    | state       | its `TimeStep`, which contains the observation                               |
+    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
+    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
+    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
+    | terminated  | the goal is reached                                                          |
+    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
+    """
+
+    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
+        """Raises UsageError where the arguments do not fit or xminigrid is not installed."""
+        if importlib.util.find_spec("xminigrid") is None:
+            raise UsageError(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
+        import xminigrid
+        from xminigrid.core import constants
+
+        known = xminigrid.registered_environments()
+        name = env_id if env_id in known else env_id.removeprefix(XLAND)
+        if name not in known:
+            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
+            raise UsageError(message)
+        self.env, self.params = xminigrid.make(name)
+        self.benchmark = None
+        has_rulesets = hasattr(self.params, "ruleset")
+        if has_rulesets != (benchmark_id is not None):
+            needs = "needs" if has_rulesets else "has no rulesets, so no"
+            raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
+        if has_rulesets:
+            self.benchmark = load_rulesets(benchmark_id, ruleset_id)
+        self.num_actions = self.env.num_actions(self.params)
+        self.max_episode_steps = self.params.max_steps
+        self.width = self.params.width
+        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
+
+    def reset(self, key):
+        """A start state, drawn with a PRNG key."""
+        ruleset_key, places_key = jax.random.split(key)
+        params = self.params
+        if self.benchmark is not None:
+            ruleset = self.benchmark.sample_ruleset(ruleset_key)
+            params = params.replace(ruleset=ruleset)
+        start = self.env.reset(params, places_key)
+        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
+
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        after = self.env.step(self.params, state, action)  # the ruleset is in the state
+        return after, after.reward, after.discount == 0
+
+    def observe(self, state):
+        """What the agent sees of a state."""
+        return {"image": state.observation, "direction": state.state.agent.direction}
+
+    def render(self, state, tile_size=32):
+        """The whole level as uint8 pixels."""
+        from xminigrid.rendering.rgb_render import render
+
+        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
+
+
+MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
+
+
+def load_rulesets(benchmark_id, ruleset_id):
+    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
+
+    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
+    this unpickles what is in a file, so it must come from someone whom you trust. UsageError.
+    """
+    from xminigrid import benchmarks
+
+    known = benchmarks.registered_benchmarks()
+    is_name = benchmark_id in known
+    load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
+    try:
+        rulesets = load(benchmark_id)
+    except Exception as error:  # damaged bytes make pickle raise nearly anything
+        what = f"neither one of {', '.join(known)} nor a file of rulesets"
+        if is_name:
+            what = "cannot be downloaded or read"
+        raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
+    count = rulesets.num_rulesets()
+    chosen = slice(MAX_RULESETS)
+    if ruleset_id is not None:
+        if not 0 <= ruleset_id < count:
+            raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+        chosen = slice(ruleset_id, ruleset_id + 1)
+    return jax.tree.map(lambda x: x[chosen], rulesets)
+
+
+@functools.cache
+def find_xland(env_id, benchmark_id, ruleset_id):
+    """The `XLand` of these flags, read once."""
+    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
+    with jax.ensure_compile_time_eval():
+        return XLand(env_id, benchmark_id, ruleset_id)
 
 
 if __name__ == "__main__":
