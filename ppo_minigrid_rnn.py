@@ -1,13 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.10",
-#     "flax>=0.12",
-#     "optax>=0.2.6",
-#     "numpy>=2.0",
-#     "tyro>=1.0",
-#     "tensorboard>=2.20",
-#     "pillow>=11.0",
+#     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0", "filelock>=3.16",
+#     "flax>=0.12", "optax>=0.2.6",
 # ]
 # ///
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
@@ -100,12 +95,6 @@ X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation E e
 C episodes of a trial, S states of one episode. Rarer ones are words: [rooms, chains].
 """
 
-import time
-
-PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
-
-import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
@@ -118,13 +107,11 @@ import math
 import operator
 import os
 import pathlib
-import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -138,11 +125,8 @@ from jax.experimental import multihost_utils
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-# A renamed copy logs under its own name, "ppo (1).py" as ppo__1_.
-SCRIPT = re.sub(r"[^\w.-]", "_", pathlib.Path(__file__).stem, flags=re.ASCII)
-DEVICES = "devices"  # the mesh axis over which agents or environments are spread
 XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 
 
@@ -151,12 +135,11 @@ XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 # ==================================================================================================
 
 
-def parse_count(text):
-    """A whole number in decimal notation: 500000, 500_000 or 5e5."""
-    number = float(text)
-    if not number.is_integer():
+def whole_number(text):
+    """The int that a text such as 500000, 500_000 or 5e5 stands for."""
+    if not float(text).is_integer():
         raise ValueError(f"{text} is not a whole number")
-    return int(number)
+    return int(float(text))
 
 
 Count = Annotated[
@@ -164,7 +147,7 @@ Count = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="INT",
-        instance_from_str=lambda words: parse_count(words[0]),
+        instance_from_str=lambda words: whole_number(words[0]),
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     ),
@@ -193,27 +176,23 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices (of each process) over which agents are spread or, if that does not divide
-    --num-seeds, environments (a CPU shows as N of them with
-    XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
+    """devices of each process over which the environments are spread"""
     distributed: bool = False
-    """train with several processes that each run this command, also to --resume; the first one
-    writes"""
+    """train with several processes that each run this command; the first one writes"""
     coordinator_address: str | None = None
-    """address:port of the first process; JAX finds this and the next two by itself under SLURM,
-    Kubernetes, MPI and on TPU pods"""
+    """address:port of the first process; found by itself under SLURM and the like"""
     num_processes: int | None = None
-    """processes that train together"""
+    """processes that train together; likewise"""
     process_id: int | None = None
-    """number of this process, from 0"""
-    exp_name: str = SCRIPT
+    """number of this process, from 0; likewise"""
+    exp_name: str = pathlib.Path(globals().get("__file__", "ppo_minigrid_rnn")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: TensorBoard events, args.json, checkpoints, summary.json"""
+    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates in one call of the device, at most; then Python logs each of them"""
+    """updates between two looks at the metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
@@ -221,16 +200,13 @@ class Args:
     eval_mode: Literal["greedy", "sampled"] = "greedy"
     """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: none but after the last update and for
-    videos"""
+    """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
-    """also record the policy during training, not only at its end"""
-    video_interval: int = 50
-    """updates between two videos"""
+    """also record a video at each evaluation during training"""
     resume: str | None = None
     """folder of a run to go on with; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video, nothing else"""
+    """folder of a run to evaluate; writes its eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -295,7 +271,7 @@ class Args:
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
     target_kl: float | None = 0.02
-    """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
+    """stop an update at the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -922,7 +898,7 @@ def full_id(text):
 
 
 def find_env(env_id):
-    """The `MiniGrid` of an id; UsageError with the nearest ids where there is none.
+    """The `MiniGrid` of an id; `Problem` with the nearest ids where there is none.
 
     Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
     """
@@ -932,11 +908,11 @@ def find_env(env_id):
             return ENVIRONMENTS[known]
     nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
     message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-    raise UsageError(f"{message} (--list-envs lists all)")
+    raise Problem(f"{message} (--list-envs lists all)")
 
 
 def make_env(args):
-    """The environment of the flags; nothing else chooses one. UsageError for an unknown id."""
+    """The environment of the flags; nothing else chooses one. `Problem` for an unknown id."""
     if args.env_id.startswith(XLAND):
         env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     else:
@@ -1349,9 +1325,8 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of every environment, each [N].
 
-    Returns are plain sums of rewards, not discounted. Logs show the mean, over environments, of the
-    last episode that each has finished. A mean over the episodes that end in one update would
-    favour short ones: more of them end. (So does this one until each environment has finished one.)
+    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
+    that each has finished: a mean over the episodes that end in one update would favour short ones.
     """
 
     running_return: jax.Array
@@ -1361,15 +1336,10 @@ class EpisodeStats(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front.
-
-    Every array has N in front, those of the distribution too. For actions that are no single
-    numbers change `init_agent_state` and the embedding in `ActorCritic` as well.
-    """
+    """One step of N environments; a trajectory has an axis of T steps in front."""
 
     inputs: Inputs  # of [N]
     action: jax.Array  # [N, ...]
-    dist: Categorical  # of the actions, for losses of your own; XLA drops what nothing reads
     log_prob: jax.Array  # [N], of the actions
     value: jax.Array  # [N]
     reward: jax.Array  # [N]
@@ -1385,7 +1355,6 @@ class Batch(NamedTuple):
     inputs: Inputs  # of [T, N]
     rnn_state: Any  # [1, N, ...], before the first step; N is the second axis of every array
     action: jax.Array  # [T, N, ...]
-    dist: Categorical  # the old policy's
     log_prob: jax.Array  # [T, N], the old policy's
     value: jax.Array  # [T, N], the old critic's
     advantage: jax.Array  # [T, N]
@@ -1402,13 +1371,13 @@ def init_episode_stats(num_envs):
     )
 
 
-def restart_ended(done, stats):
-    """Statistics after a step: those of episodes that are `done` [N] move from running to last."""
-    return stats._replace(
-        running_return=jnp.where(done, 0.0, stats.running_return),
-        running_length=jnp.where(done, 0, stats.running_length),
-        last_return=jnp.where(done, stats.running_return, stats.last_return),
-        last_length=jnp.where(done, stats.running_length, stats.last_length),
+def restart_ended(ended, stats):
+    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
+    return EpisodeStats(
+        running_return=jnp.where(ended, 0.0, stats.running_return),
+        running_length=jnp.where(ended, 0, stats.running_length),
+        last_return=jnp.where(ended, stats.running_return, stats.last_return),
+        last_length=jnp.where(ended, stats.running_length, stats.last_length),
     )
 
 
@@ -1423,8 +1392,7 @@ def select(mask, yes, no):
     """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
     def choose(yes, no):
-        per_array = mask.reshape(mask.shape + (1,) * (yes.ndim - 1))  # [N, 1, ...]
-        return jnp.where(per_array, yes, no)
+        return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - 1)), yes, no)
 
     return jax.tree.map(choose, yes, no)
 
@@ -1481,8 +1449,7 @@ def gpu_unroll(steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
     A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too, and the
-    host, which drives such loops, has fewer turns to make.
+    small operations of a step. Within an iteration those of neighbouring steps merge too.
     """
     return steps if jax.default_backend() == "gpu" else 1
 
@@ -1547,7 +1514,6 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
         transition = Transition(
             inputs=inputs,
             action=action,
-            dist=dist,
             log_prob=log_prob,
             value=value,
             reward=reward,
@@ -1610,13 +1576,13 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
     A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
     noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or of the rollout, plus the discounted value of what comes after, minus V(s_t):
-    it trusts the critic as little as the samples allow, but has the noise of all those steps.
+    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
+    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
+    (gamma lambda)^l.
 
     A terminated episode has no future, hence no value of a successor. A truncated one would have
     gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
-    truncation: A_T = 0, and the last delta holds V(s_T).
+    and counts. Neither lets the sum run on into the next episode.
 
     Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
     count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
@@ -1644,92 +1610,48 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
         advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    start = jnp.zeros_like(delta[0])
-    unroll = gpu_unroll(16)
-    _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
+    start, inputs = jnp.zeros_like(delta[0]), (delta, decay)
+    _, advantage = jax.lax.scan(backwards, start, inputs, reverse=True, unroll=gpu_unroll(16))
     return advantage
 
 
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s) weights samples of the old policy so that they count as samples
+    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
     of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
-    samples of the old policy say little about one far from it. So the objective stops growing where
-    the ratio has moved by c in the direction that A asks for: there the minimum is the clipped
-    term, a constant with gradient zero, and the sample stops pushing. On the other side nothing is
-    clipped: a sample that went the wrong way is always pulled back.
+    the states are still those of the old policy, which say little about one far from it. So the
+    objective stops growing where the ratio has moved by c in the direction that A asks for: there
+    the minimum is the clipped term, a constant without gradient. A sample that went the wrong way
+    is always pulled back. Other samples may still push the ratio on: approx_kl tells how far.
 
     With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
 
     >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 1.25, 0.5]
-    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
-    ...     jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25
-    ... ).tolist()
+    >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
+    >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 0.0, 1.0]
 
     With A = -1 it is the other way round:
 
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
-    [-1.0, -1.5, -0.75]
-    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
-    ...     jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25
-    ... ).tolist()
+    >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
     [-1.0, -1.0, -0.0]
     """
     clipped_ratio = jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef)
     return jnp.minimum(ratio * advantage, clipped_ratio * advantage)
 
 
-class Mean(NamedTuple):
-    """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
-
-    value: jax.Array  # [], a number; a vector wants a tag for each component
-
-    def combine(self, where):
-        """The mean of several minibatches; `where` tells which of them took place."""
-        return Mean(self.value.mean(where=where))
-
-
-class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum; the greatest of all counts. For your own ones."""
-
-    value: jax.Array  # []
-
-    def combine(self, where):
-        """The maximum of several minibatches; `where` tells which of them took place."""
-        return Max(self.value.max(where=where, initial=-jnp.inf))
-
-
-def combine_metrics(metrics, where):
-    """{tag: `Mean` or `Max` of []} from those of several minibatches, of the shape of `where`.
-
-    Raises TypeError where a metric does not say how, ValueError where it is no plain number.
-    """
-    for tag, metric in metrics.items():
-        if not isinstance(metric, Mean | Max):
-            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
-        if metric.value.shape != where.shape:
-            raise ValueError(f"the metric {tag} of a minibatch must be a plain number")
-    return {tag: metric.combine(where) for tag, metric in metrics.items()}
-
-
 def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its samples.
+    """The loss of a minibatch, a mean over its samples; returns (loss [], metrics {tag: []}).
 
-    Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
-
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
-    these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
-    larger of two errors counts, that of the value and that of the value held within clip_coef of
-    the old one. Once a value has moved further than that towards its target, the second one is
-    larger and has no gradient. Returns of an episode lie between -1 and 1, so steps of 0.2 an
-    update are enough to follow them; those of trials or with bonuses may be larger, and
-    `--no-clip-vloss` better. The entropy bonus keeps the policy from becoming certain before it has
-    tried all actions.
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
+    squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
+    errors counts, that of the value and that of the value held within clip_coef of the old one: a
+    value that has moved further than that towards its target, but not past it, has no gradient.
+    Returns of an episode lie between -1 and 1, so steps of 0.2 an update are enough to follow them;
+    those of trials may be larger, and `--no-clip-vloss` better.
+    The entropy bonus keeps the policy from becoming certain before it has tried all actions.
 
     Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
     that falls from log(num_actions), explained_variance that rises towards 1. Once the task is
@@ -1755,105 +1677,90 @@ def ppo_loss(args, params, batch):
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     return loss, {
-        "losses/policy_loss": Mean(policy_loss),
-        "losses/value_loss": Mean(value_loss),
-        "losses/entropy": Mean(entropy),
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
         # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative; the other's tag, CleanRL's, calls it the older one.
-        "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
-        "losses/old_approx_kl": Mean(-log_ratio.mean()),
-        # On either side of the range; only those that went where A asks have no gradient.
-        "losses/clipfrac": Mean((jnp.abs(ratio - 1) > args.clip_coef).mean()),
+        # is less noisy and never negative.
+        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),
+        "losses/old_approx_kl": -log_ratio.mean(),
+        "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
 
 
+def reduce_metrics(metrics):
+    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum."""
+    return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
+
+
 def random_permutation(key, n):
-    """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
+    """A pseudo-random permutation of range(n) [n], for speed: that of JAX sorts.
 
-    That one sorts, which took 40% of the time of training CartPole. Few numbers are ranked by
-    comparing all with all. For many there is a Feistel network: it is a bijection on the bits of
-    the index, whatever function mixes their halves. Where n is no power of two, indices that leave
-    the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
+    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
+    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
+    few bits some orders would come up too often.
     """
-    if n <= 256:  # with so few bits some orders would come up too often
-        draws = jax.random.bits(key, n, jnp.uint32)
-        index = np.arange(n)
-        is_less = draws < draws[:, None]
-        is_tied = (draws == draws[:, None]) & (index < index[:, None])
-        return (is_less | is_tied).sum(1, dtype=jnp.uint32)
-
-    bits = (n - 1).bit_length()
+    if n <= 256 or n & (n - 1):
+        return jax.random.permutation(key, n)
+    bits = n.bit_length() - 1
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
-    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
 
     def mix(half, round_key, width):  # the top bits of a multiplicative hash
         x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
         x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
         return (x ^ (x >> 13)) >> (32 - width)
 
-    def feistel(index):
-        left, right = index >> low, index & ((1 << low) - 1)
-        for left_key, right_key in round_keys:
-            left = left ^ mix(right, left_key, high)
-            right = right ^ mix(left, right_key, low)
-        return (left << low) | right
-
-    index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    if n == 1 << bits:
-        return index
-    return jax.lax.while_loop(
-        lambda index: (index >= n).any(),
-        lambda index: jnp.where(index < n, index, feistel(index)),
-        index,
-    )
+    index = jnp.arange(n, dtype=jnp.uint32)
+    left, right = index >> low, index & ((1 << low) - 1)
+    for left_key, right_key in jax.random.bits(key, (6, 2), jnp.uint32):
+        left = left ^ mix(right, left_key, high)
+        right = right ^ mix(left, right_key, low)
+    return (left << low) | right
 
 
-def update_epochs(args, params, opt_state, batch, learning_rate, key, sharding):
+def spread(minibatch):
+    """Gives every device of the mesh that is set its part of the environments, if there is one.
+
+    Without this each would work on the whole minibatch: shuffled, it lies on all of them.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return minibatch
+    return jax.lax.with_sharding_constraint(minibatch, jax.P(None, "devices"))
+
+
+def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of N environments in shuffled minibatches of whole environments.
 
-    A scan over epochs of a scan over minibatches; `active` and `no_epoch` serve `target_kl` alone.
-    `sharding` is explained at `update`.
+    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
     def minibatch_step(carry, index):  # index [M] of environments
-        params, opt_state = carry
-        minibatch = jax.tree.map(lambda x: x[:, index], batch)
-        if sharding is not None:  # each device takes its part of the environments
-            minibatch = jax.lax.with_sharding_constraint(minibatch, sharding)
+        params, opt_state, active = carry
+        minibatch = spread(jax.tree.map(lambda x: x[:, index], batch))
         if args.norm_adv:
             advantage = minibatch.advantage - minibatch.advantage.mean()
             advantage = advantage / (minibatch.advantage.std() + 1e-8)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
-        params, opt_state, norm = optimizer_update(args, grads, opt_state, params, learning_rate)
-        return (params, opt_state), {**metrics, "losses/grad_norm": Mean(norm)}
-
-    def one_epoch(params, opt_state, key):
-        order = random_permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
-        return jax.lax.scan(minibatch_step, (params, opt_state), order)
-
-    def no_epoch(params, opt_state, key):
-        _, metrics = jax.eval_shape(one_epoch, params, opt_state, key)
-        return (params, opt_state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
+        stepped = optimizer_update(args, grads, opt_state, params, learning_rate)
+        metrics["losses/grad_norm"] = stepped[2]
+        if args.target_kl is None:
+            return (*stepped[:2], active), metrics
+        active &= metrics["losses/approx_kl"] <= args.target_kl
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(active, new, old), stepped[:2], (params, opt_state)
+        )
+        return (params, opt_state, active), metrics
 
     def epoch(carry, key):
-        params, opt_state, active = carry
-        if args.target_kl is None:
-            (params, opt_state), metrics = one_epoch(params, opt_state, key)
-            return (params, opt_state, active), (metrics, active)
-        (params, opt_state), metrics = jax.lax.cond(
-            active, one_epoch, no_epoch, params, opt_state, key
-        )
-        approx_kl = metrics["losses/approx_kl"].value.mean()
-        return (params, opt_state, active & (approx_kl <= args.target_kl)), (metrics, active)
+        order = random_permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
+        return jax.lax.scan(minibatch_step, carry, order)
 
-    (params, opt_state, _), (metrics, active) = jax.lax.scan(
-        epoch, (params, opt_state, jnp.bool_(True)), jax.random.split(key, args.update_epochs)
-    )
-    took_place = jnp.broadcast_to(active[:, None], (args.update_epochs, args.num_minibatches))
-    metrics = combine_metrics(metrics, took_place)
-    return params, opt_state, {tag: metric.value for tag, metric in metrics.items()}
+    carry = params, opt_state, jnp.bool_(True)
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, keys)
+    return params, opt_state, reduce_metrics(metrics)
 
 
 # ==================================================================================================
@@ -1862,11 +1769,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key, sharding):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on; checkpoints hold exactly this.
-
-    A field of your own begins in `init_train_state` and goes on in `update`; if it is of [N], its
-    name also belongs into `state_shardings`.
-    """
+    """Everything that training needs to go on; checkpoints hold exactly this."""
 
     params: dict
     opt_state: optax.OptState
@@ -1892,17 +1795,12 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # For states of your own: a Python 0 in one is weakly typed, and `scan` would let a step make a
-    # float of it without a word.
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
+    # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
 
 
-def update(args, state, *, sharding=None):
-    """One PPO update of one agent; returns (state, metrics {tag: []}).
-
-    `sharding` spreads the environments of a minibatch [T, M] over devices. Without it this is plain
-    JAX, for `jit` and `vmap`.
-    """
+def update(args, state):
+    """One PPO update of one agent; returns (state, metrics {tag: []})."""
     env = make_env(args)
     rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
 
@@ -1931,18 +1829,16 @@ def update(args, state, *, sharding=None):
         inputs=trajectory.inputs,
         rnn_state=jax.tree.map(lambda x: x[None], state.agent_state.rnn_state),
         action=trajectory.action,
-        dist=trajectory.dist,
         log_prob=trajectory.log_prob,
         value=value,
         advantage=advantage,
         target=target,
     )
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:
-        left = jnp.maximum(0.0, 1 - state.update / float(args.num_updates))  # 0 after the run
-        learning_rate = learning_rate * left
+    if args.anneal_lr:  # to 0 after the last update, and not below
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
     params, opt_state, metrics = update_epochs(
-        args, state.params, state.opt_state, batch, learning_rate, epochs_key, sharding
+        args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
 
     metrics |= {
@@ -1974,243 +1870,24 @@ def train(args, key):
 
         states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
 
-    `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
-    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`: where it derives
-    a flag from others, `replace` keeps the old one. charts/episodic_return is -inf until an episode
-    has ended.
+    charts/episodic_return is -inf until an episode has ended.
     """
-    if args.num_updates < 1:
-        raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
     state = init_train_state(args, key)
     return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
 
 
-def make_train_step(args):
-    """Returns the jitted `train_step(state) -> (state, metrics)`: one update of one agent.
-
-        state = jax.jit(functools.partial(init_train_state, args))(key)
-        train_step = make_train_step(args)
-        state, metrics = train_step(state)
-
-    It donates its argument: the new state takes the memory of the old one, which is gone. After
-    `args.num_updates` calls an annealed learning rate is zero.
-    """
-    return jax.jit(functools.partial(update, args), donate_argnums=0)
-
-
 # ==================================================================================================
-# Seeds and devices: everything above is one agent, the rest of the file is about running it
-# ==================================================================================================
-
-
-def seed_keys(args):
-    """One PRNG key per agent, [K]."""
-    first = jnp.uint32(args.seed)
-    return jax.vmap(jax.random.key)(first + jnp.arange(args.num_seeds, dtype=jnp.uint32))
-
-
-def make_mesh(args):
-    """The first `num_devices` devices of every process, in the order of the processes."""
-    devices = []
-    for process in range(jax.process_count()):
-        devices += jax.local_devices(process_index=process)[: args.num_devices]
-    return jax.sharding.Mesh(np.array(devices), (DEVICES,))
-
-
-def spreads_agents(args):
-    """Whether devices have agents of their own; if not, they share each agent's environments."""
-    # Several processes always share: checkpoints then gather the environments' states alone.
-    return jax.process_count() == 1 and args.num_seeds % args.num_devices == 0
-
-
-def place(args, state):
-    """A `TrainState` of K agents, spread over the mesh; every process must have the same one."""
-    if jax.process_count() == 1:
-        return jax.device_put(state, state_shardings(args))
-    # device_put would compare the processes' states, and find that NaN differs from itself.
-    return jax.jit(lambda state: state, out_shardings=state_shardings(args))(state)
-
-
-def state_shardings(args):
-    """How a `TrainState` of K agents lies on the mesh; a prefix of its tree."""
-    mesh = make_mesh(args)
-    if spreads_agents(args):
-        return jax.NamedSharding(mesh, jax.P(DEVICES))
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
-    for name in ("env_state", "agent_state", "stats"):
-        fields[name] = by_environment
-    return TrainState(**fields)
-
-
-def over_agents(function, platform):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there. A
-    single agent is never batched, because `lax.cond` under vmap does the work of both branches.
-    """
-
-    def mapped(*trees):
-        num_agents = len(jax.tree.leaves(trees)[0])
-        if platform == "cpu" or num_agents == 1:
-            return jax.lax.map(lambda agent: function(*agent), trees)
-        return jax.vmap(function)(*trees)
-
-    return mapped
-
-
-def init_agents(args):
-    """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast.
-    options = {"xla_backend_optimization_level": 0}
-    if make_mesh(args).devices.flat[0].platform == "cpu":  # these take off another half or more
-        options["xla_cpu_use_fusion_emitters"] = False
-        options["xla_cpu_parallel_codegen_split_count"] = 1
-    init = jax.jit(functools.partial(init_states, args), compiler_options=options)
-    return place(args, init())
-
-
-def init_states(args):
-    """The `TrainState` of K agents before their first update, where JAX likes to put it."""
-    # One after the other, which compiles sooner than a batch of them.
-    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
-
-
-def make_train_chunk(args):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [rows, K]})`: n updates.
-
-    It takes the state of `init_agents` (or `place`) or of the chunk before, and donates it: the new
-    state takes the memory of the old one. Metrics have `chunk_size(args)` rows, the most that n may
-    be: those of the n updates come first, the rest is zero.
-    """
-    mesh = make_mesh(args)
-    platform = mesh.devices.flat[0].platform
-    sharding = None
-    if not spreads_agents(args):
-        sharding = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [T, M]
-    update_agent = functools.partial(update, args, sharding=sharding)
-    update_agents = over_agents(update_agent, platform)
-    if spreads_agents(args) and args.num_devices > 1:
-        layout = dict(mesh=mesh, in_specs=jax.P(DEVICES), out_specs=jax.P(DEVICES))
-        update_agents = jax.shard_map(update_agents, **layout, check_vma=False)
-
-    # Inlined, it compiles to the same program, but is traced once for both of its uses below.
-    update_agents = jax.jit(update_agents, inline=True)
-
-    def train_chunk(state, num_updates):
-        def one_update(i, carry):
-            state, log = carry
-            state, metrics = update_agents(state)
-            return state, jax.tree.map(lambda rows, row: rows.at[i].set(row), log, metrics)
-
-        # The host chooses how many updates run; one program serves all.
-        _, metrics = jax.eval_shape(update_agents, state)
-        for tag, metric in metrics.items():
-            if getattr(metric, "shape", None) != (args.num_seeds,):  # a `Mean` has none
-                raise ValueError(f"the metric {tag} that `update` returns must be a plain number")
-        log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
-        return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
-
-    placed, everywhere = state_shardings(args), jax.NamedSharding(mesh, jax.P())
-    layout = dict(in_shardings=(placed, None), out_shardings=(placed, everywhere))
-    return jax.jit(train_chunk, donate_argnums=0, **layout)
-
-
-def chunk_size(args):
-    """The most updates in one call of the device."""
-    return min(args.log_interval, args.checkpoint_interval, args.num_updates)
-
-
-# --- Several processes ---
-
-
-def join_processes(args):
-    """Starts JAX's distributed runtime; returns the arguments of this process.
-
-    All processes do exactly the same, down to the files. But only the first one's are kept: the
-    others write into temporary folders, and print nothing but errors.
-    """
-    # JAX's own service would catch SIGTERM before `StopSignals` does.
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(
-            coordinator_address=args.coordinator_address,
-            num_processes=args.num_processes,
-            process_id=args.process_id,
-            heartbeat_timeout_seconds=20,
-            shutdown_timeout_seconds=20,
-        )
-    except ValueError as error:
-        raise UsageError(f"--distributed: {error}") from error
-    args = dataclasses.replace(
-        args, num_processes=jax.process_count(), process_id=jax.process_index()
-    )
-    check_args(args)
-    if args.process_id > 0:
-        scratch = tempfile.mkdtemp(prefix=f"{SCRIPT}-")
-        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        sys.stdout = open(os.devnull, "w")
-        os.environ["WANDB_MODE"] = "disabled"
-        resume = args.resume
-        if resume is not None:
-            logs = shutil.ignore_patterns("events.out.tfevents.*")  # as long as the run
-            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"), ignore=logs)
-        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
-    # Only now may the first process write into a run that the others have copied.
-    multihost_utils.sync_global_devices("processes joined")
-    return args
-
-
-def wait_for_processes(args):
-    """Waits until all processes are here: JAX ends those that end 20 s after the first one."""
-    if args.distributed:
-        multihost_utils.sync_global_devices("processes done")
-
-
-def without_processes(args):
-    """The `Args` that belong to the run itself: not by how many processes it was trained."""
-    return dataclasses.replace(
-        args, distributed=False, coordinator_address=None, num_processes=None, process_id=None
-    )
-
-
-def gather(tree):
-    """The tree with arrays that are spread over processes whole in each; all must take part."""
-
-    def gather_leaf(x):
-        if x.is_fully_addressable or x.is_fully_replicated:
-            return x
-        if is_key(x):
-            return jax.random.wrap_key_data(gather_leaf(jax.random.key_data(x)))
-        return multihost_utils.process_allgather(x, tiled=True)
-
-    return jax.tree.map(gather_leaf, tree)
-
-
-def agree_on_signal(signals):
-    """A signal that any of the processes has received, or None; all must ask equally often."""
-    if jax.process_count() == 1:
-        return signals.received
-    received = multihost_utils.process_allgather(np.int32(signals.received or 0))
-    return int(received.max()) or None
-
-
-# ==================================================================================================
-# Evaluation and video
+# Evaluation
 # ==================================================================================================
 
 
 class Evaluation(NamedTuple):
-    """Episodes in E environments, and what it takes to draw that of the first environment.
-
-    S is max_episode_steps + 1; states after the end of an episode mean nothing.
-    """
+    """Episodes in fresh environments, and what it takes to draw the first one."""
 
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    states: Any  # of [S]
-    trial_returns: Any  # [E, C], of each episode of `Trials`; () without trials
+    states: Any  # of [L + 1], of the first episode; after its end they mean nothing
+    trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
 
 class EvaluationStep(NamedTuple):
@@ -2222,7 +1899,7 @@ class EvaluationStep(NamedTuple):
     agent_state: AgentState  # of [E]
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    states: Any  # of [S], of the first environment so far
+    states: Any  # of [L + 1], of the first environment so far
 
 
 def evaluate(args, params, key):
@@ -2259,7 +1936,7 @@ def evaluate(args, params, key):
             ),
         )
 
-    def room_for_states(x):  # [E, ...] -> [S, ...]
+    def room_for_states(x):  # [E, ...] -> [L + 1, ...]
         return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
 
     start = EvaluationStep(
@@ -2278,189 +1955,138 @@ def evaluate(args, params, key):
         episode_length=end.episode_length,
         states=end.states,
         # Steps after the end of a trial belong to none of its episodes.
-        trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else (),
+        trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else None,
     )
 
 
-def make_evaluate(args):
-    """Returns the jitted `evaluate_agents(params, keys)` of K agents: `Evaluation` of [K, ...]."""
-    platform = make_mesh(args).devices.flat[0].platform
-    return jax.jit(over_agents(functools.partial(evaluate, args), platform))
-
-
-def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run.
-
-    Training splits the seeds' keys, too; that never gives what `fold_in` gives here.
-    """
-    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
-
-
-def summarize_evaluation(args, evaluation, finite):
-    """What summary.json and eval.json say of an evaluation of K agents.
-
-    Means over the agents with finite [K] parameters, and under "per_seed" those of every agent. An
-    episode is a success if its return is positive. Raises RunError where there is no such agent.
-    """
-    if not finite.any():
-        raise RunError("the parameters of all agents are NaN or infinite")
-    returns = np.asarray(evaluation.episode_return, float)  # [K, E]
-    lengths = np.asarray(evaluation.episode_length, float)
-
-    def scores(agents, axes):  # means over these axes, of one or several agents
-        numbers = {
-            "eval_return_mean": returns[agents].mean(axes),
-            "eval_return_std": returns[agents].std(axes),
-            "eval_length_mean": lengths[agents].mean(axes),
-            "success_rate": (returns[agents] > 0).mean(axes),
-        }
-        return {name: number.tolist() for name, number in numbers.items()}
-
-    summary = {
-        "eval_episodes": args.eval_episodes,
-        "eval_mode": args.eval_mode,
-        **scores(finite, (0, 1)),
-        "eval_return_ci95": bootstrap_interval(returns[finite].mean(1)),
-        "per_seed": scores(slice(None), 1),
-    }
-    if args.episodes_per_trial > 1:  # of the first, second, ... episode of a trial
-        rates = (np.asarray(evaluation.trial_returns)[finite] > 0).mean((0, 1))
-        summary["trial_success_rates"] = rates.tolist()
-    return summary
-
-
-def bootstrap_interval(values, samples=10_000):
-    """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
-    if len(values) == 1:
-        return None
-    means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
-
-
-def finite_agents(params):
-    """Which agents have finite parameters, bool [K]."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    return np.all([np.isfinite(x).reshape(len(x), -1).all(1) for x in leaves], axis=0)
-
-
-def record_video(args, evaluation, folder, name, width=320, max_frames=1000):
-    """Writes the first agent's first episode (or trial) as a GIF of at most `max_frames`.
-
-    Returns its path, None where the environment has no `render`.
-    """
+def record_video(args, evaluation, path):
+    """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
     env = make_env(args)
-    if not hasattr(env, "render"):
-        return None
-    states = jax.tree.map(lambda x: x[0] if is_key(x) else np.asarray(x[0]), evaluation.states)
-    num_frames = min(max_frames, int(evaluation.episode_length[0, 0]) + 1)
-    method = Image.Quantize.MAXCOVERAGE  # a level has some 80 colours at most: each keeps its own
+    states = jax.device_get(jax.tree.map(lambda x: x[0], evaluation.states))
     frames = []
-    for t in range(num_frames):
-        state = jax.tree.map(operator.itemgetter(t), states)
-        picture = Image.fromarray(env.render(state, width // env.width))
-        frames.append(picture.quantize(256, method))
-    path = pathlib.Path(folder, f"{name}.gif")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for t in range(min(1000, int(evaluation.episode_length[0, 0]) + 1)):
+        image = env.render(jax.tree.map(operator.itemgetter(t), states), 320 // env.width)
+        # A level has some 80 colours at most: each keeps its own.
+        frames.append(Image.fromarray(image).quantize(256, Image.Quantize.MAXCOVERAGE))
+    path = path.with_suffix(".gif")
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
     return path
 
 
 # ==================================================================================================
-# Run folder
+# Running: everything above is one agent, the rest of the file is about training it from a shell
 # ==================================================================================================
 
 
-class UsageError(ValueError):
-    """Flags that cannot work; exit status 2."""
+class Problem(Exception):
+    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
 
 
-class RunError(Exception):
-    """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
+# --- Seeds ---
 
 
-def create_run_folder(args):
-    """Creates the folder of a new run; returns its path."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+def seed_keys(args):
+    """One PRNG key per seed, [K]."""
+    seeds = jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32)
+    return jax.vmap(jax.random.key)(seeds)
+
+
+def evaluation_keys(args):
+    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    # Training splits the seeds' keys; that never gives what `fold_in` gives here.
+    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
+
+
+def over_seeds(function):
+    """Maps a function of one agent over trees with a leading axis K.
+
+    On a CPU one agent after the other: products that are batched over agents are slower there.
+    """
+
+    def mapped(*trees):
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(lambda agent: function(*agent), trees)
+        return jax.vmap(function)(*trees)
+
+    return mapped
+
+
+# --- Devices and processes ---
+
+
+def make_mesh(args):
+    """The first `num_devices` devices of every process; raises `Problem`."""
+    if args.num_devices > jax.local_device_count():
+        raise Problem(f"--num-devices {args.num_devices}: JAX sees {jax.local_device_count()}")
+    devices = []
+    for process in range(jax.process_count()):
+        devices += jax.local_devices(process_index=process)[: args.num_devices]
+    if args.num_envs % (args.num_minibatches * len(devices)):
+        size = f"--num-minibatches x {len(devices)} devices"
+        raise Problem(f"--num-envs must be a multiple of {size}")
+    return jax.sharding.Mesh(np.array(devices), ("devices",))
+
+
+def state_shardings(mesh):
+    """How a `TrainState` of K agents lies on the mesh, a prefix of its tree.
+
+    Environments, the second axis of [K, N, ...], are spread; all else is everywhere.
+    """
+    shardings = dict.fromkeys(TrainState._fields, jax.NamedSharding(mesh, jax.P()))
+    for name in ("env_state", "agent_state", "stats"):
+        shardings[name] = jax.NamedSharding(mesh, jax.P(None, "devices"))
+    return TrainState(**shardings)
+
+
+def join_processes(args):
+    """Starts JAX's distributed runtime; returns the `Args` of this process.
+
+    All processes do the same. What the others than the first one write goes to a folder that is
+    deleted at the end, and what they print nowhere.
+    """
+    # JAX's own service would catch SIGTERM before `remembered_signals` does.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
-        pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):  # runs that start in one second get numbers
-            run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
-            if not pathlib.Path(args.videos_dir, run_dir.name).exists():  # of another --runs-dir
-                with contextlib.suppress(FileExistsError):
-                    run_dir.mkdir()
-                    return run_dir
-    except OSError as error:
-        raise RunError(f"the folder of the run cannot be created: {error}") from error
+        jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
+    except ValueError as error:  # no cluster is found
+        raise Problem(f"--distributed: {error}") from error
+    if jax.process_index() == 0:
+        return args
+    sys.stdout = open(os.devnull, "w")
+    return dataclasses.replace(args, track=False)
 
 
-def create_video_folder(args, run_dir):
-    """Creates the folder for the videos of a run, unless it exists; returns its path."""
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+def agree_on_signal(signals):
+    """The first signal that any process has received, or 0; all must ask equally often."""
+    received = signals[0] if signals else 0
+    if jax.process_count() > 1:
+        received = int(multihost_utils.process_allgather(np.int32(received)).max())
+    return received
+
+
+# --- Files ---
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Turns what the disk refuses into a `Problem` that names the file."""
     try:
-        video_dir.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise RunError(f"the folder for videos cannot be created: {error}") from error
-    return video_dir
+        raise Problem(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_file(path, content):
-    """Writes bytes to a file that nobody sees half-written; raises RunError."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    """Writes bytes to a file that nobody sees half-written."""
+    with writing(path):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}") from error
-
-
-def to_json(content):
-    """The text of flags or results; a path, which a flag that you add may be, is a string there."""
-    return json.dumps(content, indent=2, default=os.fspath)
 
 
 def write_json(path, content):
-    """Writes JSON; numbers that are not finite become null. Raises RunError."""
-    content = json.loads(to_json(content), parse_constant=lambda _: None)
-    write_file(path, (to_json(content) + "\n").encode())
-
-
-def load_args(run_dir):
-    """The `Args` saved in a run's args.json; raises RunError.
-
-    They are turned into a command line and parsed like one, which checks the types of all.
-    """
-    try:
-        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
-        unknown = saved.keys() - vars(Args()).keys()  # tyro has flags of its own: one writes a file
-        if unknown:
-            raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
-        words = []
-        for name, value in saved.items():
-            if isinstance(value, list):  # a tuple; flags that you add may be one
-                words += [f"--{name}", *map(str, value)]
-            else:
-                words.append(f"--{name}={value}")
-        plain = [tyro.conf.FlagConversionOff]  # --name=True instead of --name
-        args = tyro.cli(Args, args=words, config=plain, console_outputs=False)
-        parsed = json.loads(to_json(vars(args)))
-        if parsed | saved != parsed:
-            raise ValueError("args.json has values of the wrong type")
-        check_args(args)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
-    except SystemExit as error:  # tyro's
-        raise RunError(f"{run_dir} is not a run of {SCRIPT}: args.json does not fit") from error
-    return args
-
-
-def leaf_name(path):
-    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """Writes a dict as JSON."""
+    write_file(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
 
 
 def is_key(leaf):
@@ -2468,529 +2094,441 @@ def is_key(leaf):
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def flatten_state(state):
-    """{name: plain array} of a state."""
+def leaf_name(path):
+    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_arrays(state):
+    """{name: plain array} of a tree."""
     leaves = jax.tree.leaves_with_path(state)
     return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
 
 
-def checkpoints(run_dir):
-    """The paths of a run's checkpoints, the newest last; files with other names are the user's."""
-    paths = pathlib.Path(run_dir, "checkpoints").glob("*.npz")
-    return sorted(path for path in paths if re.fullmatch("[0-9]{9,}", path.stem))
-
-
-def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz and removes all but the newest few; raises RunError."""
-    path = pathlib.Path(run_dir, "checkpoints", f"{int(state.update[0]):09d}.npz")
+def save_checkpoint(run_dir, state):
+    """Replaces the run's checkpoint.npz by one of this state; all processes must take part."""
+    arrays = named_arrays(state)
+    if jax.process_count() > 1:
+        arrays = multihost_utils.process_allgather(arrays, tiled=True)
     buffer = io.BytesIO()
-    np.savez(buffer, **jax.device_get(flatten_state(state)))
-    write_file(path, buffer.getbuffer())
-    for old in checkpoints(run_dir)[:-num_kept]:
-        with contextlib.suppress(OSError):  # more files than needed do no harm
-            old.unlink()
+    np.savez(buffer, **jax.device_get(arrays))
+    write_file(run_dir / "checkpoint.npz", buffer.getbuffer())
 
 
-def load_checkpoint(args, run_dir):
-    """The newest checkpoint of a run as the placed `TrainState` of K agents; raises RunError."""
-    path = max(checkpoints(run_dir), default=None)
-    if path is None:
-        raise RunError(f"{run_dir} holds no checkpoint")
-    template = jax.eval_shape(functools.partial(init_states, args))
-    expected = jax.eval_shape(flatten_state, template)
+def load_checkpoint(run_dir, like):
+    """The tree `like`, of shapes and types, with the arrays of a run's checkpoint.
+
+    `like` is a `TrainState` or has some of its fields, {"params": ...}; others are not read.
+    Raises `Problem` where the file is damaged or does not fit.
+    """
+    path = pathlib.Path(run_dir, "checkpoint.npz")
+    names = jax.eval_shape(named_arrays, like).keys()
     try:
-        with np.load(path, allow_pickle=False) as file:
-            # A small file may unpack to what fills the memory.
-            size = sum(member.file_size for member in file.zip.infolist())
-            if size > 2**26 + 10 * sum(x.size * x.dtype.itemsize for x in expected.values()):
-                raise ValueError(f"it unpacks to {size:,} bytes")
-            saved = dict(file)  # reading checks the CRC
+        with np.load(path, allow_pickle=False) as file:  # reading checks the CRC
+            saved = {name: file[name] for name in file if name in names}
     except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
-        message = f"{path} is damaged ({error}); remove it to go back to an older one"
-        raise RunError(message) from error
-    for name in saved.keys() & expected.keys():  # NumPy saves bfloat16 as bytes without a type
-        dtype = expected[name].dtype
-        if saved[name].dtype == np.dtype(f"V{dtype.itemsize}"):
-            saved[name] = saved[name].view(dtype)
-    for name in sorted(expected.keys() | saved.keys()):
-        have, want = (
-            f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
-            for arrays in (saved, expected)
-        )
-        if have != want:
-            message = f"{name} is {have}, expected: {want}"
-            raise RunError(f"{path} does not fit {SCRIPT} with these flags: {message}")
+        raise Problem(f"{path} cannot be read: {error}") from error
 
-    def restore(path, leaf):
-        array = saved[leaf_name(path)]
-        return jax.random.wrap_key_data(array) if is_key(leaf) else array
+    def restore(tree_path, leaf):
+        name = leaf_name(tree_path)
+        want = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        array = saved.get(name, np.zeros(0))
+        if (array.shape, array.dtype) != (want.shape, want.dtype):
+            have = f"{array.dtype} {array.shape}" if name in saved else "missing"
+            expected = f"{want.dtype} {want.shape}"
+            raise Problem(f"{path} does not fit: {name} is {have}, with these flags {expected}")
+        return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
 
-    return place(args, jax.tree.map_with_path(restore, template))
+    return jax.tree.map_with_path(restore, like)
+
+
+def load_params(args, run_dir):
+    """The parameters of a run's checkpoint; every array has a leading axis of K seeds."""
+    params = jax.eval_shape(functools.partial(init_states, args)).params
+    return load_checkpoint(run_dir, {"params": params})["params"]
 
 
 def load_run(run_dir):
-    """The (args, state) of a saved run, on one device; the state is that of K agents.
-
-    Raises RunError.
-    """
-    args = dataclasses.replace(load_args(run_dir), num_devices=1)
-    return args, load_checkpoint(args, run_dir)
+    """The (args, params) of a saved run, see `load_params`."""
+    args = load_args(run_dir)
+    return args, load_params(args, run_dir)
 
 
-def is_finished(args, state):
-    """Whether nothing of a resumed run is left to do, its final evaluation included."""
-    summary = pathlib.Path(args.resume, "summary.json")
-    if int(state.update[0]) < args.num_updates or not summary.is_file():
-        return False
-    return '"status": "finished"' in summary.read_text(errors="replace")
+def init_states(args):
+    """The `TrainState` of K agents before their first update."""
+    # One after the other, which compiles sooner than a batch of them.
+    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
 
 
-def say(line, **options):
-    """Prints a line at once; where nobody can read it any more, the run goes on."""
-    try:
-        print(line, flush=True, **options)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")
-
-
-class Logger:
-    """Writes metrics of K agents to TensorBoard (a run each) and the terminal; keeps the time."""
-
-    def __init__(self, args, run_dir, first_update):
-        self.args = args
-        self.first_update = first_update
-        self.finite = np.ones(args.num_seeds, bool)  # agents whose losses are finite
-        if args.track:
-            import wandb
-
-            wandb.tensorboard.patch(root_logdir=str(run_dir), save=False)  # sends what is written
-            name = run_dir.resolve().name
-            wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
-        folders = [run_dir]
-        if args.num_seeds > 1:
-            folders = [run_dir / f"seed_{args.seed + k}" for k in range(args.num_seeds)]
-        self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
-        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
-        table = "\n".join(["|flag|value|", "|-|-|", *rows])
-        for writer in self.writers:
-            self.add(writer, first_update, 0, summary=text_pb("hyperparameters", table))
-            # Readers drop what an interrupted run had logged after this step.
-            self.add(writer, first_update, 1, session_log={"status": "START"})
-        # Of training in this process, without pauses:
-        self.start = time.perf_counter()
-        self.seconds = 0.0
-        self.sps = None
-
-    def add(self, writer, update, offset, **content):
-        step = update * self.args.batch_size + offset
-        writer.add_event(Event(wall_time=time.time(), step=step, **content))
-
-    def write(self, update, metrics):
-        """Writes {tag: [K]} of an update; values that are not finite are left out."""
-        for k, writer in enumerate(self.writers):
-            values = {tag: value[k] for tag, value in metrics.items() if np.isfinite(value[k])}
-            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
-            self.add(writer, update, 0, summary={"value": entries})
-
-    def flush(self):
-        """Before a checkpoint: a killed run must not lose what comes before it."""
-        for writer in self.writers:
-            writer.flush()
-
-    def log_chunk(self, first, last, metrics):
-        """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
-
-        Raises RunError when no agent with finite losses is left.
-        """
-        jax.block_until_ready(metrics)
-        self.seconds = time.perf_counter() - self.start
-        steps = (last - self.first_update) * self.args.batch_size * self.args.num_seeds
-        self.sps = steps / self.seconds
-        metrics = {tag: np.asarray(value)[: last - first] for tag, value in metrics.items()}
-        for i in range(last - first):
-            self.write(first + 1 + i, {tag: value[i] for tag, value in metrics.items()})
-        self.write(last, {"charts/SPS": np.full(self.args.num_seeds, self.sps)})
-        self.flush()
-        self.check_losses(first, metrics["losses/grad_norm"])
-        self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
-
-    def print_progress(self, update, metrics):
-        """One line that is rewritten on a terminal, a new one each time elsewhere."""
-        mean = {tag: value[self.finite].mean() for tag, value in metrics.items()}
-        done = update / self.args.num_updates
-        steps_left = (self.args.num_updates - update) * self.args.batch_size * self.args.num_seeds
-        line = f"{update * self.args.batch_size:,} steps ({done:.0%})"
-        line += f", {steps_left / self.sps:.0f} s left, {self.sps:,.0f} SPS"
-        for tag in ("charts/episodic_return", "losses/policy_loss", "losses/value_loss"):
-            if np.isfinite(mean.get(tag, math.nan)):
-                name = tag.partition("/")[2].removeprefix("episodic_").replace("_", " ")
-                line += f", {name} {mean[tag]:.4g}"
-        if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            say(f"\r{line[:width]}\033[K", end="")
-        else:
-            say(line)
-
-    def check_losses(self, first, grad_norm):
-        """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
-        for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
-            self.finite[k] = False
-            update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
-            message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            if not self.finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
-            start = "\n" if sys.stdout.isatty() else ""  # not into the progress line
-            say(f"{start}error: {message}; the others go on", file=sys.stderr)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Stops the clock for what is not training."""
-        begin = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - begin
-
-    def close(self):
-        for writer in self.writers:
-            writer.close()
-        if self.args.track:
-            import wandb
-
-            wandb.finish()
-            wandb.tensorboard.unpatch()  # a second run of this process patches it again
-        if sys.stdout.isatty():
-            say("")
-
-
-# ==================================================================================================
-# Main
-# ==================================================================================================
+# --- Flags ---
 
 
 def check_args(args):
-    """Raises UsageError for flags that cannot work."""
+    """Raises `Problem` for flags that cannot work."""
+    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    sizes = "action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim"
+    more = "checkpoint_interval eval_episodes num_devices episodes_per_trial"
+    for name in f"{positive} {sizes} {more}".split():
+        if getattr(args, name) < 1:
+            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.seed <= 2**32 - args.num_seeds:
+        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    if args.num_envs % args.num_minibatches:
+        raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
+    if args.num_updates < 1:
+        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
+    is_xland = args.env_id.startswith(XLAND)
+    if is_xland and args.img_obs:
+        raise Problem("--img-obs: XLand-MiniGrid's environments have codes only")
+    if not is_xland and (args.benchmark_id, args.ruleset_id) != (None, None):
+        raise Problem("--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
+    if args.ruleset_id is not None and args.benchmark_id is None:
+        raise Problem("--ruleset-id needs --benchmark-id")
+    if args.distributed and args.eval is not None:
+        raise Problem("--eval is for one process, without --distributed")
 
-    def check(condition, message):
-        if not condition:
-            raise UsageError(message)
 
-    check(args.num_seeds >= 1, f"--num-seeds must be at least 1, not {args.num_seeds}")
-    check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
-    check(args.num_devices >= 1, f"--num-devices must be at least 1, not {args.num_devices}")
-    name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
-    check(name, "--exp-name must consist of letters, digits and ._-, the last two not first")
-    check(args.log_interval >= 1, "--log-interval must be at least 1")
-    check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
-    check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
-    check(args.eval_interval >= 0, "--eval-interval must be at least 0")
-    check(args.video_interval >= 1, "--video-interval must be at least 1")
-    if args.env_id.startswith(XLAND):
-        has_benchmark = args.benchmark_id is not None
-        check(args.ruleset_id is None or has_benchmark, "--ruleset-id needs --benchmark-id")
-        check(not args.img_obs, "--img-obs: XLand-MiniGrid's environments have codes only")
-    else:
-        is_unused = args.benchmark_id is None and args.ruleset_id is None
-        check(is_unused, "--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
-    check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
-    check(args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}")
-    check(args.episodes_per_trial >= 1, "--episodes-per-trial must be at least 1")
-    check(args.action_emb_dim >= 1, "--action-emb-dim must be at least 1")
-    check(args.rnn_hidden_dim >= 1, "--rnn-hidden-dim must be at least 1")
-    check(args.rnn_num_layers >= 1, "--rnn-num-layers must be at least 1")
-    check(args.head_hidden_dim >= 1, "--head-hidden-dim must be at least 1")
-    check(args.num_minibatches >= 1, "--num-minibatches must be at least 1")
-    check(args.update_epochs >= 1, "--update-epochs must be at least 1")
-    check(0 < args.learning_rate < math.inf, "--learning-rate must be positive")
-    check(0 <= args.gamma <= 1, f"--gamma must lie in [0, 1], not be {args.gamma}")
-    check(0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not be {args.gae_lambda}")
-    check(0 <= args.clip_coef < math.inf, "--clip-coef must be at least 0")
-    check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
-    check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
-    check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
-    limited = args.target_kl is None or 0 <= args.target_kl < math.inf
-    check(limited, "--target-kl must be at least 0 and finite")
-    check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
-    processes = args.num_processes if args.num_processes is not None else 1
-    check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
-    for flag in ("coordinator_address", "num_processes", "process_id"):
-        unused = not args.distributed and getattr(args, flag) is not None
-        check(not unused, f"--{flag.replace('_', '-')} needs --distributed")
-    check(not (args.distributed and args.eval is not None), "--eval: without --distributed")
-    message = f"--num-minibatches must divide --num-envs, {args.num_envs}"
-    check(args.num_envs % args.num_minibatches == 0, message)
-    if args.distributed or args.num_seeds % args.num_devices != 0:  # see `spreads_agents`
-        devices = args.num_devices * processes
-        message = f"--num-envs must be a multiple of --num-minibatches x {devices} devices"
-        if not args.distributed:
-            message += ", or --num-seeds one of --num-devices"
-        check(args.num_envs % (devices * args.num_minibatches) == 0, message)
-    size = args.batch_size
-    check(args.num_updates >= 1, f"--total-timesteps must be at least a batch, {size} steps")
+def load_args(run_dir):
+    """The `Args` saved in a run's args.json; raises `Problem`."""
+    try:
+        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        args = Args(**saved)
+        check_args(args)
+    except (OSError, ValueError, AttributeError, TypeError, Problem) as error:
+        raise Problem(f"{run_dir} is not a run of this script: {error}") from error
+    return args
 
 
 def parse_args(words=None):
-    """The `Args` of a command line; those of a saved run are the defaults of --resume and --eval.
-
-    Raises UsageError, or RunError where the saved run cannot be read.
-    """
+    """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
-    run_dir = args.resume if args.resume is not None else args.eval
-    if run_dir is None:
-        check_args(args)
-        return args
-    if args.resume is not None and args.eval is not None:
-        raise UsageError("--resume and --eval exclude each other")
-
-    saved = without_processes(load_args(run_dir))
-    if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        saved = dataclasses.replace(saved, num_devices=1, track=False, videos_dir=Args().videos_dir)
-    default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-    args = tyro.cli(Args, args=words, default=default)
-    may_change = {"resume", "eval", "eval_episodes", "eval_mode", "videos_dir", "num_devices"}
-    if args.eval is not None:  # trials may go on for longer
-        may_change.add("episodes_per_trial")
-    if args.resume is not None:
-        may_change |= {"log_interval", "checkpoint_interval", "eval_interval"}
-        may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
-        may_change |= {"distributed", "coordinator_address", "num_processes", "process_id"}
-        if not args.anneal_lr:
-            may_change.add("total_timesteps")
-    for field in dataclasses.fields(args):
-        old, new = getattr(saved, field.name), getattr(args, field.name)
-        if new != old and field.name not in may_change:
-            flag = "--" + field.name.replace("_", "-")
-            message = f"{flag}: this run has {old}, which cannot become {new} here"
-            if field.name == "total_timesteps" and args.resume is not None:
-                message += " (only where the learning rate is not annealed)"
-            raise UsageError(message)
+    if args.resume is not None or args.eval is not None:
+        if args.resume is not None and args.eval is not None:
+            raise Problem("--resume and --eval exclude each other")
+        saved = load_args(args.resume or args.eval)
+        saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
+        args = tyro.cli(Args, args=words, default=saved)
+        for name, old in vars(saved).items():
+            if getattr(args, name) != old:
+                print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
+        if args.resume and (args.seed, args.batch_size) != (saved.seed, saved.batch_size):
+            raise Problem("--seed, --num-envs and --num-steps of a run cannot change")
     check_args(args)
     return args
 
 
 def use_compilation_cache():
-    """Lets a later process load the programs this one compiles, from the user's cache folder.
+    """Lets a later process load the programs this one compiles; JAX's environment variables win."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
-    A folder that JAX was told already, by an environment variable too, wins. The name under which
-    JAX keeps a program depends on jaxlib's version and on what the processor can do.
+
+@contextlib.contextmanager
+def remembered_signals():
+    """A list that receives the first Ctrl-C or SIGTERM; a second one ends the process.
+
+    An exception, as KeyboardInterrupt is one, could come while the state is being donated.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    try:
-        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        folder = home / "single-file-jax-ppo"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return  # no home, or nothing may be written there: no cache, then
-    # JAX's own limit needs another package. A gigabyte; what was written first goes first.
-    with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
-        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
-        sizes = itertools.accumulate(status.st_size for status, _ in files)
-        for (_, path), size in zip(files, sizes):
-            if size > 2**30:
-                path.unlink(missing_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    received, numbers = [], (signal.SIGINT, signal.SIGTERM)
 
-
-class StopSignals:
-    """The first Ctrl-C or SIGTERM inside `with` is remembered, a second one ends the process."""
-
-    def __init__(self):
-        self.received = None
-
-    def __enter__(self):
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # Python has handlers in its main thread only
-        # None where a handler is not Python's, which cannot put it back.
-        self.handlers = {n: signal.signal(n, self.receive) or signal.SIG_DFL for n in numbers}
-        return self
-
-    def receive(self, number, frame):
-        self.received = number
-        for n in (signal.SIGINT, signal.SIGTERM):
+    def remember(number, frame):
+        received.append(number)
+        for n in numbers:
             signal.signal(n, signal.SIG_DFL)
 
-    def __exit__(self, *exception):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+    handlers = [signal.signal(n, remember) for n in numbers]
+    try:
+        yield received
+    finally:
+        for n, handler in zip(numbers, handlers):
+            signal.signal(n, handler)
 
 
-def next_pause(args, done):
-    """The update after which the host has something to do again."""
-    intervals = [args.log_interval, args.checkpoint_interval]
-    if args.eval_interval:
-        intervals.append(args.eval_interval)
-    if args.capture_video:
-        intervals.append(args.video_interval)
-    return min(args.num_updates, *(done - done % interval + interval for interval in intervals))
+# --- Metrics ---
 
 
-def describe(summary):
+class Logger:
+    """Writes metrics of K seeds to TensorBoard, a run each, and a line of progress; keeps the time.
+
+    Metrics of an update wait in a queue until the log interval is over: to read them is to wait for
+    the device.
+    """
+
+    def __init__(self, args, run_dir, first_update):
+        self.args = args
+        self.first_update = first_update
+        self.queue = []  # (update, metrics {tag: [K]})
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds whose losses are not finite
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
+        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
+        table = "\n".join(["|flag|value|", "|-|-|", *rows])
+        self.files = []
+        for run in self.runs:
+            name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
+            path = pathlib.Path(run_dir, run, name)
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            self.files.append(file)
+            self.add(file, first_update, file_version="brain.Event:2")
+            self.add(file, first_update, summary=text_pb("hyperparameters", table))
+            # Readers drop what an interrupted run had logged after this update.
+            self.add(file, first_update, 1, session_log={"status": "START"})
+        self.start = time.perf_counter()  # later by every pause
+        self.seconds = self.sps = None  # of training in this process
+
+    def add(self, file, update, offset=0, **content):
+        step = update * self.args.batch_size + offset
+        event = Event(wall_time=time.time(), step=step, **content)
+        with writing(file.name):
+            RecordWriter(file).write(event.SerializeToString())
+
+    def write(self, update, metrics):
+        """Writes {tag: [K]} of an update; values that are not finite are left out."""
+        for k, (run, file) in enumerate(zip(self.runs, self.files)):
+            values = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
+            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
+            self.add(file, update, summary={"value": entries})
+            if self.args.track:
+                named = {run + tag: value for tag, value in values.items()}
+                sys.modules["wandb"].log(named, step=update * self.args.batch_size)
+
+    def log(self, update, metrics):
+        """Takes the metrics of an update, without waiting for it."""
+        self.queue.append((update, metrics))
+        if len(self.queue) >= self.args.log_interval:
+            self.flush()
+
+    def flush(self):
+        """Waits for the updates of the queue and writes their metrics."""
+        rows, self.queue = jax.device_get(self.queue), []
+        if not rows:
+            return
+        update, metrics = rows[-1]
+        self.seconds = time.perf_counter() - self.start
+        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
+        self.sps = steps / self.seconds
+        metrics["charts/SPS"] = np.full(self.args.num_seeds, self.sps)
+        for row in rows:
+            self.write(*row)
+        failed = ~np.isfinite(metrics["losses/grad_norm"])
+        for k in np.flatnonzero(failed & ~self.failed):
+            print(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+        self.failed = failed
+        self.print_progress(update, metrics["charts/episodic_return"])
+
+    def print_progress(self, update, returns):
+        """One line, which on a terminal the next one replaces."""
+        done, step = update / self.args.num_updates, update * self.args.batch_size
+        left = self.seconds * (self.args.num_updates - update) / (update - self.first_update)
+        line = f"{step:,} steps ({done:.0%}), {left:.0f} s left, {self.sps:,.0f} SPS"
+        if np.isfinite(returns).any():
+            line += f", return {returns[np.isfinite(returns)].mean():.4g}"
+        print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+    def close(self):
+        """Leaves the line of progress; closes the event files and the run of Weights & Biases."""
+        print(end="\n" if sys.stdout.isatty() else "", flush=True)
+        for file in self.files:
+            file.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()
+
+
+def start_tracking(args, run_dir):
+    """Begins or continues the run of Weights & Biases that `Logger` writes to."""
+    try:
+        import wandb
+
+        name = run_dir.resolve().name
+        wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+    except Exception as error:  # not installed, no login, no network
+        raise Problem(f"--track: {error}") from error
+
+
+# --- Results ---
+
+
+def evaluation_scores(evaluation):
+    """{name: [K]} of an `Evaluation` of [K, ...]."""
+    returns, lengths = jax.device_get((evaluation.episode_return, evaluation.episode_length))
+    scores = {
+        "eval_return_mean": returns.mean(1),
+        "eval_return_std": returns.std(1),
+        "eval_length_mean": lengths.mean(1),
+        "success_rate": (returns > 0).mean(1),
+    }
+    if evaluation.trial_returns is not None:  # of the first, second, ... episode of a trial
+        rates = (jax.device_get(evaluation.trial_returns) > 0).mean(1)  # [K, C]
+        scores |= {f"success_rate_{c + 1}": rate for c, rate in enumerate(rates.T)}
+    return scores
+
+
+def evaluation_summary(args, scores):
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
+    means = {name: float(values.mean()) for name, values in scores.items()}
+    per_seed = {name: values.tolist() for name, values in scores.items()}
+    setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
+    return {**setting, **means, "per_seed": per_seed}
+
+
+def describe(args, scores):
     """The result of an evaluation in a few words."""
-    score = f"{summary['eval_mode']} return {summary['eval_return_mean']:.3f}"
-    score += f", success rate {summary['success_rate']:.3f}"
-    score += f" over {summary['eval_episodes']} episodes"
-    if "trial_success_rates" in summary:
-        rates = [f"{rate:.3f}" for rate in summary["trial_success_rates"]]
-        score += f" (of a trial's first, second, ... episode {', '.join(rates)})"
-    return score
+    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
+
+
+def try_video(args, evaluation, path):
+    """Records a video; what goes wrong there is a warning, so that nothing depends on it."""
+    if not hasattr(make_env(args), "render") or jax.process_index() > 0:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"video: {record_video(args, evaluation, path)}")
+    except Exception as error:
+        print(f"warning: no video: {error}", file=sys.stderr)
 
 
 def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
-    run_dir = pathlib.Path(args.eval)
-    state = load_checkpoint(args, run_dir)
-    video_dir = create_video_folder(args, run_dir)
-    evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
-    finite = finite_agents(state.params)
-    summary = summarize_evaluation(args, evaluation, finite)
-    summary["total_timesteps"] = int(state.update[0]) * args.batch_size
-    summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
-    say(describe(summary))  # before anything that the disk may refuse
-    write_json(run_dir / "eval.json", summary)
-    video = record_video(args, evaluation, video_dir, "eval")
-    if video:
-        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
+    run_dir = pathlib.Path(args.eval).resolve()
+    params = load_params(args, run_dir)
+    evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
+    evaluation = evaluate_seeds(params, evaluation_keys(args))
+    scores = evaluation_scores(evaluation)
+    print(describe(args, scores))
+    write_json(run_dir / "eval.json", evaluation_summary(args, scores))
+    try_video(args, evaluation, pathlib.Path(args.videos_dir, run_dir.name, "eval"))
+
+
+def print_envs():
+    """`--list-envs`."""
+    for env in ENVIRONMENTS.values():
+        size, mission = f"{env.width}x{env.height}", ", observes its mission"
+        line = f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps"
+        print(line + (mission if env.observes_mission else ""))
+
+
+# --- Main ---
 
 
 def main(words=None):
-    """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
-    begin = PROCESS_START if words is None else time.time()
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
+    """Trains, goes on or evaluates as the command line says; raises `Problem`."""
+    begin = time.time()
     args = parse_args(words)
     if args.list_envs:
-        lines = []
-        for env in ENVIRONMENTS.values():
-            size = f"{env.width}x{env.height}"
-            line = f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps"
-            lines.append(line + (", observes its mission" if env.observes_mission else ""))
-        say("\n".join(lines))
-        return
-    if args.track:
-        wandb = importlib.util.find_spec("wandb")
-        if wandb is None or wandb.origin is None:  # or a mere folder of that name
-            raise UsageError("--track needs wandb: pip install wandb")
+        return print_envs()
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
-    make_env(args)  # raises UsageError for what there is not; not before, since xminigrid uses JAX
-    if args.num_devices > jax.local_device_count():
-        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {jax.local_devices()}")
+    make_env(args)  # its errors show now
     use_compilation_cache()
     if args.eval is not None:
-        evaluate_run(args)
-        return
+        return evaluate_run(args)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.getpid()}"
+    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
-    # --- Start, or go on: XLA compiles training while Python does the rest ---
+    # --- Start, or go on ---
     start = time.perf_counter()
-    if args.resume is not None:
-        state = load_checkpoint(args, args.resume)
-        if state.update[0] > args.num_updates:
-            raise UsageError("--total-timesteps: this run has done more steps already")
-        if is_finished(args, state):
-            say(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
+    mesh = make_mesh(args)
+    placed, everywhere = state_shardings(mesh), jax.NamedSharding(mesh, jax.P())
+    init = jax.jit(functools.partial(init_states, args), out_shardings=placed)
+    if args.resume:
+        state = load_checkpoint(run_dir, jax.eval_shape(init))
+        state = jax.jit(lambda state: state, out_shardings=placed)(state)
+        if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+            print(f"{run_dir} is finished; to evaluate it again: --eval {run_dir}")
             return
-    shapes = jax.eval_shape(functools.partial(init_states, args))
-    lowered = make_train_chunk(args).lower(shapes, jnp.int32(1))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compilation = pool.submit(lowered.compile)
-        if args.resume is None:
-            state = init_agents(args)
-        evaluate_agents = make_evaluate(args)  # only traced: its errors show before training
-        jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
-        train_chunk = compilation.result()
+    if args.track:
+        start_tracking(args, run_dir)
+    if not args.resume:
+        state = init()
+    layout = dict(donate_argnums=0, out_shardings=(placed, everywhere))
+    run_update = jax.jit(over_seeds(functools.partial(update, args)), **layout)
+    run_evaluation = over_seeds(functools.partial(evaluate, args))
+    run_evaluation = jax.jit(run_evaluation, out_shardings=everywhere)
+    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
+    if not jax.config.jax_disable_jit:  # with which people debug
+        with jax.set_mesh(mesh):  # for `spread`
+            run_update = run_update.lower(state).compile()
     compile_seconds = time.perf_counter() - start
+    if jax.process_index() > 0:
+        scratch = tempfile.TemporaryDirectory()
+        run_dir = pathlib.Path(scratch.name, name)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    joined = ("coordinator_address", "num_processes", "process_id", "resume")
+    flags = vars(args) | dict.fromkeys(joined) | {"distributed": False}
+    write_json(run_dir / "args.json", flags)
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
-    run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
-    video_dir = create_video_folder(args, run_dir)
-    run_args = without_processes(dataclasses.replace(args, resume=None))
-    flags = to_json(vars(run_args))
-    write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
-    for name in ("summary.json", "eval.json"):  # of an earlier end
-        (run_dir / name).unlink(missing_ok=True)
-    say(f"{run_dir}: compiled in {compile_seconds:.1f} s")
-
-    # --- Train: while the device works on a chunk of updates, the host logs the one before ---
-    done = int(state.update[0])
+    # --- Train ---
+    done, stop = int(state.update[0]), 0
     logger = Logger(args, run_dir, done)
     with contextlib.closing(logger):
-        pending = None  # (first, last, metrics) of the chunk that is not logged yet
-        with StopSignals() as signals:
-            while done < args.num_updates and not agree_on_signal(signals):
-                first, done = done, next_pause(args, done)
-                state, metrics = train_chunk(state, jnp.int32(done - first))  # does not wait
-                if pending:
-                    logger.log_chunk(*pending)
-                pending = (first, done, metrics)
-
-                save_due = done % args.checkpoint_interval == 0
-                video_due = args.capture_video and done % args.video_interval == 0
-                eval_due = video_due or (args.eval_interval and done % args.eval_interval == 0)
-                if done == args.num_updates or not (save_due or eval_due):
-                    continue  # what is due at the end comes below
-                logger.log_chunk(*pending)  # waits for the device
-                pending = None
-                with logger.paused():
+        try:
+            with remembered_signals() as signals:
+                while done < args.num_updates and not stop and not logger.failed.all():
+                    state, metrics = run_update(state)  # does not wait for the device
+                    done += 1
+                    logger.log(done, metrics)
+                    if not args.distributed or done % args.log_interval == 0:
+                        stop = agree_on_signal(signals)
+                    save_due = done % args.checkpoint_interval == 0
+                    eval_due = args.eval_interval > 0 and done % args.eval_interval == 0
+                    if done == args.num_updates or not (save_due or eval_due):
+                        continue  # what is due at the end comes below
+                    logger.flush()
+                    pause = time.perf_counter()
                     if eval_due:
-                        evaluation = evaluate_agents(state.params, evaluation_keys(args))
-                        scores = np.asarray(evaluation.episode_return).mean(1)  # [K]
-                        logger.write(done, {"eval/episodic_return": scores})
-                        logger.flush()
-                    if save_due:  # after it nothing is repeated: all that is logged comes before
-                        save_checkpoint(run_dir, gather(state))
-                    if video_due:
-                        name = f"step_{done * args.batch_size}"
-                        record_video(args, evaluation, video_dir, name)
-            if pending:
-                logger.log_chunk(*pending)
-            save_checkpoint(run_dir, gather(state))
-        received = agree_on_signal(signals)
+                        evaluation = run_evaluation(state.params, evaluation_keys(args))
+                        score = evaluation_scores(evaluation)["eval_return_mean"]
+                        logger.write(done, {"eval/episodic_return": score})
+                    if eval_due and args.capture_video:
+                        step = done * args.batch_size
+                        try_video(args, evaluation, video_dir / f"step_{step}")
+                    if save_due and not logger.failed.all():
+                        save_checkpoint(run_dir, state)
+                    logger.start += time.perf_counter() - pause
+                logger.flush()
+                stop = agree_on_signal(signals)
+        except Problem:  # an event file cannot be written, say on a full disk
+            if not args.distributed:
+                save_checkpoint(run_dir, state)
+            raise
+        if logger.failed.all():
+            raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")
+        save_checkpoint(run_dir, state)
+        if stop:
+            print(f"interrupted at update {done}; to go on: --resume {shlex.quote(str(run_dir))}")
+            sys.exit(128 + stop)
 
-        # --- Evaluate and sum up; the video comes last, so that nothing depends on it ---
-        finite = logger.finite & finite_agents(state.params)
-        device = make_mesh(args).devices.flat[0]
-        summary = {
-            "script": SCRIPT,
-            "status": "interrupted" if received else "finished",
-            "env_id": args.env_id,
-            "seed": args.seed,
-            "num_seeds": args.num_seeds,
-            "num_devices": args.num_devices,
-            "num_processes": jax.process_count(),
-            "num_envs": args.num_envs,
-            "num_steps": args.num_steps,
-            "total_timesteps": done * args.batch_size,
-            "failed_seeds": (args.seed + np.flatnonzero(~finite)).tolist(),
-            "sps": logger.sps,
-            "compile_seconds": compile_seconds,
-            "train_seconds": logger.seconds,
-            "backend": device.platform,
-            "device_kind": device.device_kind,
-            "jax_version": jax.__version__,
-            "args": vars(run_args),
-        }
-        if not received:
-            evaluation = evaluate_agents(state.params, evaluation_keys(args))
-            summary |= summarize_evaluation(args, evaluation, finite)
-            logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - begin
-        write_json(run_dir / "summary.json", summary)
-
-    if received:
-        how = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
-        if words is not None:  # called from Python, perhaps with parts replaced
-            how = f'main(["--resume", {str(run_dir)!r}])'
-        if args.distributed:
-            how += " with --distributed, in every process as before"
-        say(f"interrupted at update {done}; to go on: {how}")
-        wait_for_processes(args)
-        sys.exit(128 + received)
-    video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
-    say(f"run: {run_dir}")
-    if video:
-        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
-    say(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
-    wait_for_processes(args)
+        # --- Evaluate and sum up ---
+        evaluation = run_evaluation(state.params, evaluation_keys(args))
+        scores = evaluation_scores(evaluation)
+        logger.write(done, {"eval/episodic_return": scores["eval_return_mean"]})
+    summary = {
+        "args": flags,
+        "total_timesteps": done * args.batch_size,
+        "failed_seeds": (args.seed + np.flatnonzero(logger.failed)).tolist(),
+        **evaluation_summary(args, scores),
+        "sps": logger.sps,
+        "compile_seconds": compile_seconds,
+        "train_seconds": logger.seconds,
+        "wall_seconds": time.time() - begin,
+        "device": jax.devices()[0].device_kind,
+        "jax_version": jax.__version__,
+    }
+    write_json(run_dir / "summary.json", summary)
+    print(f"run: {run_dir}\n{describe(args, scores)}, {summary['wall_seconds']:.1f} s in all")
+    try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
 
 
 # ==================================================================================================
@@ -4033,9 +3571,9 @@ class XLand:
     """
 
     def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises UsageError where the arguments do not fit or xminigrid is not installed."""
+        """Raises `Problem` where the arguments do not fit or xminigrid is not installed."""
         if importlib.util.find_spec("xminigrid") is None:
-            raise UsageError(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
+            raise Problem(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
         import xminigrid
         from xminigrid.core import constants
 
@@ -4043,13 +3581,13 @@ class XLand:
         name = env_id if env_id in known else env_id.removeprefix(XLAND)
         if name not in known:
             message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
-            raise UsageError(message)
+            raise Problem(message)
         self.env, self.params = xminigrid.make(name)
         self.benchmark = None
         has_rulesets = hasattr(self.params, "ruleset")
         if has_rulesets != (benchmark_id is not None):
             needs = "needs" if has_rulesets else "has no rulesets, so no"
-            raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
+            raise Problem(f"--env-id {env_id} {needs} --benchmark-id")
         if has_rulesets:
             self.benchmark = load_rulesets(benchmark_id, ruleset_id)
         self.num_actions = self.env.num_actions(self.params)
@@ -4090,7 +3628,7 @@ def load_rulesets(benchmark_id, ruleset_id):
     """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
 
     The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
-    this unpickles what is in a file, so it must come from someone whom you trust. UsageError.
+    this unpickles what is in a file, so it must come from someone whom you trust. `Problem`.
     """
     from xminigrid import benchmarks
 
@@ -4103,12 +3641,12 @@ def load_rulesets(benchmark_id, ruleset_id):
         what = f"neither one of {', '.join(known)} nor a file of rulesets"
         if is_name:
             what = "cannot be downloaded or read"
-        raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
+        raise Problem(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
     count = rulesets.num_rulesets()
     chosen = slice(MAX_RULESETS)
     if ruleset_id is not None:
         if not 0 <= ruleset_id < count:
-            raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+            raise Problem(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
         chosen = slice(ruleset_id, ruleset_id + 1)
     return jax.tree.map(lambda x: x[chosen], rulesets)
 
@@ -4122,10 +3660,12 @@ def find_xland(env_id, benchmark_id, ruleset_id):
 
 
 if __name__ == "__main__":
-    # Python notices Ctrl-C only when a compilation has ended; the system's own action is at once.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    words = None
+    if "ipykernel" in sys.modules:
+        words = []  # a notebook's cell has no command line
+    else:  # Python would notice Ctrl-C only when a compilation has ended
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        main()
-    except (UsageError, RunError) as error:  # errors of the code keep their traceback
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        main(words)
+    except Problem as problem:
+        sys.exit(f"error: {problem}")
