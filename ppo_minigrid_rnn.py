@@ -1,13 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.10",
-#     "flax>=0.12",
-#     "optax>=0.2.6",
-#     "numpy>=2.0",
-#     "tyro>=1.0",
-#     "tensorboard>=2.20",
-#     "pillow>=11.0",
+#     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0", "filelock>=3.16",
+#     "flax>=0.12", "optax>=0.2.6",
 # ]
 # ///
 """Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
@@ -27,12 +22,6 @@ Where memory decides, and more exploration is needed:
 
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
-
-Where random play hardly ever succeeds, with a bonus for what is new (`Curiosity`):
-
-    python ppo_minigrid_rnn.py --env-id KeyCorridorS4R3 --total-timesteps 8e6 --num-envs 1024 \
-        --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 --gae-lambda 0.95 \
-        --norm-adv --ent-coef 0.01 --count-bonus
 
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 
@@ -77,7 +66,7 @@ an episode, the value of its last observation stands for the rest of its return;
 memory of that episode, too, which is kept for it.
 
 An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
-several times in a row and remembers the times before. `Trial` explains this meta-learning.
+several times in a row and remembers the times before. `Trials` explains this meta-learning.
 
 `update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
 of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
@@ -106,13 +95,6 @@ X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation E e
 C episodes of a trial, S states of one episode. Rarer ones are words: [rooms, chains].
 """
 
-import time
-
-PROCESS_START = time.time()  # before the heavy imports: `wall_seconds` counts them
-
-import atexit
-import bz2
-import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
@@ -125,14 +107,11 @@ import math
 import operator
 import os
 import pathlib
-import pickle
-import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -146,11 +125,8 @@ from jax.experimental import multihost_utils
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-# A renamed copy logs under its own name, "ppo (1).py" as ppo__1_.
-SCRIPT = re.sub(r"[^\w.-]", "_", pathlib.Path(__file__).stem, flags=re.ASCII)
-DEVICES = "devices"  # the mesh axis over which agents or environments are spread
 XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 
 
@@ -159,12 +135,11 @@ XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 # ==================================================================================================
 
 
-def parse_count(text):
-    """A whole number in decimal notation: 500000, 500_000 or 5e5."""
-    number = float(text)
-    if not number.is_integer():
+def whole_number(text):
+    """The int that a text such as 500000, 500_000 or 5e5 stands for."""
+    if not float(text).is_integer():
         raise ValueError(f"{text} is not a whole number")
-    return int(number)
+    return int(float(text))
 
 
 Count = Annotated[
@@ -172,22 +147,11 @@ Count = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="INT",
-        instance_from_str=lambda words: parse_count(words[0]),
+        instance_from_str=lambda words: whole_number(words[0]),
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     ),
 ]
-
-
-def full_id(text):
-    """The whole id of an environment, of which "MiniGrid-" and "-v0" may be left out.
-
-    Those of XLand-MiniGrid are whole.
-    """
-    if text.startswith(XLAND):
-        return text
-    name = text.removeprefix("MiniGrid-")
-    return f"MiniGrid-{name}" if name.endswith(("-v0", "-v1")) else f"MiniGrid-{name}-v0"
 
 
 EnvId = Annotated[
@@ -212,27 +176,23 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices (of each process) over which agents are spread or, if that does not divide
-    --num-seeds, environments (a CPU shows as N of them with
-    XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
+    """devices of each process over which the environments are spread"""
     distributed: bool = False
-    """train with several processes that each run this command, also to --resume; the first one
-    writes"""
+    """train with several processes that each run this command; the first one writes"""
     coordinator_address: str | None = None
-    """address:port of the first process; JAX finds this and the next two by itself under SLURM,
-    Kubernetes, MPI and on TPU pods"""
+    """address:port of the first process; found by itself under SLURM and the like"""
     num_processes: int | None = None
-    """processes that train together"""
+    """processes that train together; likewise"""
     process_id: int | None = None
-    """number of this process, from 0"""
-    exp_name: str = SCRIPT
+    """number of this process, from 0; likewise"""
+    exp_name: str = pathlib.Path(globals().get("__file__", "ppo_minigrid_rnn")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: TensorBoard events, args.json, checkpoints, summary.json"""
+    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
-    """updates in one call of the device, at most; then Python logs each of them"""
+    """updates between two looks at the metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
@@ -240,16 +200,13 @@ class Args:
     eval_mode: Literal["greedy", "sampled"] = "greedy"
     """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: none but after the last update and for
-    videos"""
+    """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
-    """also record the policy during training, not only at its end"""
-    video_interval: int = 50
-    """updates between two videos"""
+    """also record a video at each evaluation during training"""
     resume: str | None = None
     """folder of a run to go on with; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video, nothing else"""
+    """folder of a run to evaluate; writes its eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
     wandb_project: str = "single-file-jax-ppo"
@@ -311,15 +268,10 @@ class Args:
     """weight of the entropy bonus; a larger one pulls back to random play between rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    count_bonus: bool = False
-    """also reward what the agent does for the first time in an episode, rare things more: see
-    `Curiosity`"""
-    int_coef: float = 0.05
-    """weight of that bonus; in a whole episode it should stay below the reward of success"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
     target_kl: float | None = 0.02
-    """skip an update's remaining epochs once the mean KL divergence of an epoch exceeds this"""
+    """stop an update at the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -338,31 +290,46 @@ class Args:
 # Environment
 # ==================================================================================================
 
-# --- Cells, actions and the view ---
+# --- Cells and words ---
 
-# A cell of the grid is one byte, kind + colour: a third of the memory traffic of Farama's triples
-# (object, colour, state). Kinds are multiples of 8; up to LAVA they are 8 times Farama's object
-# codes (its 10, the agent, is in no cell here). The state, which only doors have, is folded in as
-# two more kinds of door. A box that hides a key is a kind of its own too; its colour is the key's.
-# A new kind is 13, 14 or 15 times 8 (more need a larger NUM_CELLS). What it does goes into
-# `MiniGrid.transition`, its picture into SHAPES (without one it looks empty), its object code, its
-# kind / 8, into the level's `code_sizes`, as in (14, 6, 3): codes beyond them the agent sees as
-# nothing at all. It hides what is behind it unless `is_clear` in `MiniGrid.view` says otherwise.
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
-UNSEEN = 0 * 8
-EMPTY = 1 * 8
-WALL = 2 * 8
-FLOOR = 3 * 8
-DOOR_OPEN = 4 * 8
-KEY = 5 * 8
-BALL = 6 * 8
-BOX = 7 * 8
-GOAL = 8 * 8
-LAVA = 9 * 8
-KEY_BOX = 10 * 8
-DOOR_CLOSED = 11 * 8
-DOOR_LOCKED = 12 * 8
+# A cell of the grid is one byte, kind + colour. That is a third of the memory traffic of Farama's
+# triples of object, colour and state. Kinds are multiples of 8, at most 15 of them.
+UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA = range(0, 80, 8)
+KEY_BOX, DOOR_CLOSED, DOOR_LOCKED = range(80, 104, 8)
 NUM_CELLS = 128  # bytes that may stand for a cell
+
+
+class Kind(NamedTuple):
+    """A kind of cells. What toggling it does stands in `MiniGrid.transition`.
+
+    A kind of your own needs a row in KINDS, for its picture one in PICTURES and, if its object code
+    is a new one, an environment with larger `code_sizes`: codes beyond them the agent does not see.
+    """
+
+    object: int  # Farama's code
+    state: int = 0  # Farama's code of a door's: open, closed, locked
+    is_clear: bool = True  # light passes
+    can_enter: bool = False  # the agent may go there; `transition` tells what goal and lava do then
+    can_carry: bool = False  # the agent may pick it up
+
+
+KINDS = {
+    UNSEEN: Kind(object=0),
+    EMPTY: Kind(object=1, can_enter=True),
+    WALL: Kind(object=2, is_clear=False),
+    FLOOR: Kind(object=3, can_enter=True),
+    DOOR_OPEN: Kind(object=4, state=0, can_enter=True),
+    DOOR_CLOSED: Kind(object=4, state=1, is_clear=False),
+    DOOR_LOCKED: Kind(object=4, state=2, is_clear=False),
+    KEY: Kind(object=5, can_carry=True),
+    BALL: Kind(object=6, can_carry=True),
+    BOX: Kind(object=7, can_carry=True),
+    KEY_BOX: Kind(object=7, can_carry=True),  # its colour is the key's
+    GOAL: Kind(object=8, can_enter=True),
+    LAVA: Kind(object=9, can_enter=True),
+}
+CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
 
 GREY_WALL = WALL + GREY
 GREEN_GOAL = GOAL + GREEN
@@ -371,22 +338,12 @@ BLUE_BALL = BALL + BLUE
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 
-# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. Another odd
-# number, written here, works for levels that `see_through_walls`; what light reaches,
-# `spread_light` and the bits in `MiniGrid.view`, is written for 7.
-VIEW = 7
-AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
-TILE = 8  # pixels of a cell's side in the view of --img-obs
-CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
-
-
 # What differs between the missions of one environment: each varying part of the sentence is one of
 # these, so a mission is a few whole numbers. Colours and things are in the order of their codes.
+# Words of your own go to the end. That widens a layer, so saved agents with a mission do not fit.
 COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
 THING_WORDS = ["key", "ball", "box"]
 VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
-# Words of your own go to the end. That widens a layer, so saved agents with a mission do not fit. A
-# number beyond WORDS the agent sees as no word; `MiniGrid.mission`, which no run calls, fails then.
 WORDS = COLOUR_WORDS + THING_WORDS + VERB_WORDS
 
 
@@ -400,6 +357,12 @@ def colour_of(cells):
     return cells & 7
 
 
+def are(cells, flag):
+    """Which of the cells are of a kind with a flag of `Kind`, such as "is_clear"."""
+    kinds_as_bits = sum(1 << kind // 8 for kind, row in KINDS.items() if getattr(row, flag))
+    return (np.int32(kinds_as_bits) >> (cells >> 3)) & 1 == 1
+
+
 def words_of(cell):
     """The mission's numbers for a key, ball or box: (colour, thing)."""
     return colour_of(cell), (cell - KEY) // 8 + len(COLOUR_WORDS)
@@ -411,17 +374,12 @@ def named(colour, thing):
 
 
 def unpack(cells):
-    """Cells [...] as Farama's codes [..., 3] uint8: object, colour and state of a door.
-
-    The state is 0 for an open, 1 for a closed, 2 for a locked door, and 0 for anything else.
-    """
-    number = np.arange(NUM_CELLS)
-    kind = kind_of(number)
-    state = np.where(kind == DOOR_LOCKED, 2, np.where(kind == DOOR_CLOSED, 1, 0))
-    obj = np.where(state > 0, DOOR_OPEN, kind)
-    obj = np.where(kind == KEY_BOX, BOX, obj)  # nobody sees what is inside
-    colour = np.where(kind == KEY_BOX, GREY, colour_of(number))
-    table = np.stack([obj // 8, colour, state], axis=1).astype(np.uint8)
+    """Cells [...] as Farama's codes [..., 3] uint8: object, colour and state of a door."""
+    table = np.zeros((NUM_CELLS, 3), np.uint8)
+    for kind, row in KINDS.items():
+        for colour in range(8):
+            seen_colour = GREY if kind == KEY_BOX else colour  # nobody sees what is inside
+            table[kind + colour] = row.object, seen_colour, row.state
     return at(table, cells)  # a look-up is cheaper than stacking three results
 
 
@@ -435,6 +393,16 @@ def put(grid, cells, value):
     # A comparison with every cell: a scatter is slower on a CPU.
     chosen = (np.arange(grid.size, dtype=np.int32) == jnp.reshape(cells, (-1, 1))).any(0)
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
+
+
+# --- The view ---
+
+# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. Another odd
+# number, written here, works for levels that `see_through_walls`; what light reaches,
+# `spread_light` and the bits in `MiniGrid.view`, is written for 7.
+VIEW = 7
+AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
+TILE = 8  # pixels of a cell's side in the view of --img-obs
 
 
 @functools.cache
@@ -518,6 +486,27 @@ class Level(NamedTuple):
     mission: tuple = ()  # indices into WORDS, of what `MiniGrid.sentence` leaves open
 
 
+class Uniforms:
+    """Hands out the random numbers of a level, each of them once and in order.
+
+    >>> draw = Uniforms(np.array([0.1, 0.2, 0.3, 0.4]))
+    >>> float(draw()), draw(3).tolist(), draw.count
+    (0.1, [0.2, 0.3, 0.4], 4)
+    """
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+        self.count = 0  # how many it has handed out
+
+    def __call__(self, *shape):
+        """The next numbers, an array of this shape; ValueError where there are too few."""
+        first = self.count
+        self.count += math.prod(shape)
+        if self.count > len(self.numbers):
+            raise ValueError(f"a level has {len(self.numbers)} random numbers, not {self.count}")
+        return self.numbers[first : self.count].reshape(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class MiniGrid:
     """One of Farama's MiniGrid environments; one copy of it, to be vmapped.
@@ -537,48 +526,39 @@ class MiniGrid:
     open door too, is a collision there and ends the episode with reward -1. Playground has no goal.
 
     A mission is the sentence that says what to do. Where levels of one id differ in it, the state
-    holds the words that differ as numbers. Four families cannot be played without knowing them:
-    these observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows
-    what to do, so they do not, although their sentences differ too; `mission` has them all.
+    holds the words that differ as numbers. Four families cannot be played without knowing them, and
+    observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows what to
+    do.
 
     The agent does not see the state. It sees the cells in front of it, in its own frame of
     reference and only as far as walls and closed doors let it: where it is, what is behind it and
     what it saw before are for its memory. That makes MiniGrid a partially observed problem.
 
-    A new level is a function like `lava_gap_level` and a line in `TABLE`. The line says what
-    differs: `num_uniforms` where it takes more than 29 random numbers, `end_rule` for another end,
-    `sentence` and, where the agent must know the words, `observes_mission` (without it nobody is
-    told). What actions do stands in `transition`. A level has walls all around: nothing checks
-    whether the agent leaves the grid. Width, height and time limit are the same in all levels of an
-    id; a smaller room stands in a corner of the grid, as in `go_to_door_level`, and is the region
-    of `random_cell`.
+    A new level is a function like `lava_gap_level` and a row in `TABLE`; both stand in the section
+    Catalogue. Width, height and time limit are the same in all levels of an id; a smaller room
+    stands in a corner of the grid, as in `go_to_door_level`.
 
-    Evaluation counts an episode as a success if its return is positive. So a reward of your own for
-    the way there, which the agent would observe too, spoils that number: add it in `update`, where
-    the bonus of `--count-bonus` is added, for the learner only.
+    Evaluation counts an episode as a success if its return is positive. A reward of your own for
+    the way there would spoil that number: add it to the rewards of the trajectory in `update`, for
+    the learner only, as benchmarks/minigrid_count_bonus.py does.
 
     An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
-    `max_episode_steps`, `code_sizes`, for videos `width` and `render(state, tile_size)`, and for
-    `--count-bonus` `at_hand(obs)`. States and observations may have any structure, shapes and types
-    (but `ActorCritic` and the check in `forward` take this one's observations: change them too; an
-    image of other codes needs only other `code_sizes`, as in `XLand`). The reward is float32,
-    `terminated` a bool. Neither time limit nor reset belong inside: `rollout` takes care of both.
+    `max_episode_steps`, `code_sizes`, and for videos `width` and `render(state, tile_size)`. States
+    and observations may have any structure, but `ActorCritic` and the check in `forward` take this
+    one's observations. An image of other codes needs only other `code_sizes`, as in `XLand`. The
+    reward is float32, `terminated` a bool. Time limit and reset are `rollout`'s.
     """
 
     env_id: str
     width: int
     height: int
     max_episode_steps: int
-    level: Callable  # (env, uniforms [num_uniforms]) -> Level
+    level: Callable  # (env, draw), a `Uniforms` -> Level
     end_rule: Callable | None = None  # (env, before, action, after) -> (success [], failure [])
     sentence: str = "get to the green goal square"  # the mission, with {} for each word of a level
     observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
-    # Random numbers that a level may use; KeyCorridor with three rows takes all of these. Too few
-    # are an error where the level unpacks or reshapes them, but an index beyond the last one is not
-    # (JAX then takes the last one), nor is a slice, which is merely shorter.
-    num_uniforms: int = 29
     num_actions: int = 7
     code_sizes: tuple = CODE_SIZES
     can_pick_up: bool = True  # in Memory, picking up counts as toggling
@@ -586,8 +566,7 @@ class MiniGrid:
 
     def reset(self, key):
         """A start state, drawn with a PRNG key from Farama's distribution of levels."""
-        uniforms = jax.random.uniform(key, (self.num_uniforms,))
-        level = self.level(self, uniforms)
+        level = self.level(self, Uniforms(jax.random.uniform(key, (num_uniforms(self),))))
         return GridState(
             grid=level.grid,
             position=jnp.int32(level.position),
@@ -600,9 +579,7 @@ class MiniGrid:
 
     def step(self, key, state, action):
         """One step; returns (state, reward [], terminated []). `key` moves the obstacles."""
-        marks = state.marks
-        if self.num_obstacles:
-            marks = self.move_obstacles(key, state)
+        marks = self.move_obstacles(key, state) if self.num_obstacles else state.marks
         return self.transition(state, action, marks)
 
     def front(self, state):
@@ -626,11 +603,9 @@ class MiniGrid:
         kind, colour = kind_of(cell), colour_of(cell)
 
         # --- What does the action do? ---
-        is_free = (kind == EMPTY) | (kind == FLOOR) | (kind == DOOR_OPEN)
-        is_portable = ((kind >= KEY) & (kind <= BOX)) | (kind == KEY_BOX)  # balls lie between
         hand_is_empty = state.carrying == EMPTY
-        enters = (action == FORWARD) & (is_free | (kind == GOAL) | (kind == LAVA))
-        takes = (action == PICKUP) & is_portable & hand_is_empty
+        enters = (action == FORWARD) & are(cell, "can_enter")
+        takes = (action == PICKUP) & are(cell, "can_carry") & hand_is_empty
         drops = (action == DROP) & (kind == EMPTY) & ~hand_is_empty
         has_key = state.carrying == KEY + colour
         opens = (kind == DOOR_CLOSED) | ((kind == DOOR_LOCKED) & has_key)
@@ -742,8 +717,7 @@ class MiniGrid:
         rows_per_word = 4
         bits_per_word = rows_per_word * VIEW
         bit = np.arange(VIEW**2) % bits_per_word  # of each cell, in its word
-        is_clear = (kind_of(cells) != WALL) & (cells < DOOR_CLOSED)
-        clear_bits = is_clear.astype(jnp.int32) << bit
+        clear_bits = are(cells, "is_clear").astype(jnp.int32) << bit
         clear_words = [clear_bits[:bits_per_word].sum(), clear_bits[bits_per_word:].sum()]
         seen_words = [0, 0]
         lit = 1 << VIEW // 2  # light starts where the agent stands
@@ -770,17 +744,6 @@ class MiniGrid:
             obs["mission"] = state.mission
         return obs
 
-    def at_hand(self, obs):
-        """What `Curiosity` counts of an observation: the cell in front of the agent and its own.
-
-        Codes [2, 3], or with `pixels` their picture [16, 8, 3]. Farama shows what the agent carries
-        in its own cell.
-        """
-        image, middle = obs["image"], VIEW // 2
-        if self.pixels:  # rows, columns
-            return image[-2 * TILE :, TILE * middle : TILE * (middle + 1)]
-        return image[middle, -2:]  # columns, rows
-
     def mission(self, state):
         """What to do in the level of a state: Farama's sentence, made on the host.
 
@@ -803,6 +766,1774 @@ class MiniGrid:
             image[y, :, x] = draw_tile(content, agent, cell in seen, tile_size)
         return image.reshape(self.height * tile_size, self.width * tile_size, 3)
 
+
+@functools.cache
+def num_uniforms(env):
+    """How many random numbers a level of a `MiniGrid` takes, found out by tracing one."""
+    draws = []
+
+    def make_level(numbers):
+        draws.append(Uniforms(numbers))
+        return env.level(env, draws[0])
+
+    jax.eval_shape(make_level, jax.ShapeDtypeStruct((2**16,), jnp.float32))
+    return draws[0].count
+
+
+@functools.cache
+def check_walls(env):
+    """Raises ValueError where the agent of a `MiniGrid` could leave the grid; `step` does not.
+
+    In 64 levels it goes from its start through everything but walls. On the border it may meet
+    walls, and doors that it leaves shut.
+    """
+    with jax.ensure_compile_time_eval():  # perhaps a program is traced just now
+        levels = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 64))
+    grid, position = np.asarray(levels.grid), np.asarray(levels.position)
+    kinds = kind_of(grid)
+    x, y = coordinates(env)
+    is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
+    is_shut = (kinds == DOOR_CLOSED) | (kinds == DOOR_LOCKED)
+    is_open = (kinds != WALL) & ~(is_shut & is_border)
+    reached, wider = None, np.arange(grid.shape[1]) == position[:, None]
+    while reached is None or (wider != reached).any():
+        reached = wider
+        if (reached & is_border).any():
+            raise ValueError(f"{env.env_id}: a level has no walls around it")
+        steps = [np.roll(reached, step, axis=1) for step in (1, -1, env.width, -env.width)]
+        wider = reached | (np.any(steps, axis=0) & is_open)
+
+
+class TrialState(NamedTuple):
+    """State of a trial."""
+
+    env_state: Any  # of the running episode
+    start_state: Any  # in which each of its episodes begins
+    step_count: jax.Array  # [] int32, steps of the running episode
+    returns: jax.Array  # [C], of each episode so far
+    episode: jax.Array  # [] int32, its episodes that are over
+    restarted: jax.Array  # [] bool, whether the last step ended an episode
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """An environment whose episodes are trials: C episodes of another one in a row on one level.
+
+    An agent that remembers the first one need not explore again. How to explore, what to remember
+    and what to make of it nobody tells it: the weights learn that over many trials, and within a
+    trial, where they stay as they are, the hidden state does the learning. This is
+    meta-reinforcement learning as in RL^2 (arXiv:1611.02779), which needs no other algorithm than
+    PPO: to the agent a trial is what an episode is otherwise. So the hidden state, the sum of TD
+    errors and the return run on through it. A first episode that is lost to look around pays if it
+    makes later ones better.
+
+    An episode that succeeds, fails or reaches its time limit is followed by the same start state.
+    Observations tell that as "restarted", previous reward and action what it was. The trial
+    terminates with its last episode, whatever ended that.
+
+    Discounting runs on too: with C episodes of about n steps, gamma should be well above
+    1 - 1 / (C n). And gradients go back through one rollout only: what is to be remembered should
+    pay within `num_steps` steps.
+    """
+
+    env: Any
+    num_episodes: int
+
+    def __getattr__(self, name):  # num_actions, code_sizes, width and so on
+        return getattr(object.__getattribute__(self, "env"), name)
+
+    @property
+    def max_episode_steps(self):
+        """Steps of a whole trial, at most."""
+        return self.num_episodes * self.env.max_episode_steps
+
+    def reset(self, key):
+        """The first state of a trial on a new level."""
+        start_state = self.env.reset(key)
+        return TrialState(
+            env_state=start_state,
+            start_state=jax.tree.map(jnp.copy, start_state),  # no array can be donated twice
+            step_count=jnp.int32(0),
+            returns=jnp.zeros(self.num_episodes, jnp.float32),
+            episode=jnp.int32(0),
+            restarted=jnp.bool_(False),
+        )
+
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        env_state, reward, terminated = self.env.step(key, state.env_state, action)
+        step_count = state.step_count + 1
+        ended = terminated | (step_count >= self.env.max_episode_steps)
+        episode = state.episode + ended
+        after = TrialState(
+            env_state=select(ended, state.start_state, env_state),
+            start_state=state.start_state,
+            step_count=jnp.where(ended, 0, step_count),
+            returns=state.returns.at[state.episode].add(reward),
+            episode=episode,
+            restarted=ended,
+        )
+        return after, reward, episode >= self.num_episodes
+
+    def observe(self, state):
+        """What the agent sees of a state, and whether the last step ended an episode."""
+        return {**self.env.observe(state.env_state), "restarted": state.restarted}
+
+    def render(self, state, tile_size=32):
+        """Draws a state on the host."""
+        return self.env.render(state.env_state, tile_size)
+
+
+def full_id(text):
+    """The whole id of an environment, of which "MiniGrid-" and the version may be left out.
+
+    Without a version it is Farama's newest one. Those of XLand-MiniGrid are whole.
+    """
+    if text.startswith(XLAND):
+        return text
+    name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
+    if name.endswith(("-v0", "-v1")):
+        return name
+    return f"{name}-v1" if f"{name}-v1" in ENVIRONMENTS else f"{name}-v0"
+
+
+def find_env(env_id):
+    """The `MiniGrid` of an id; `Problem` with the nearest ids where there is none.
+
+    Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
+    """
+    name = full_id(env_id)
+    for known in (name, name.removesuffix("-v1") + "-v0"):
+        if known in ENVIRONMENTS:
+            return ENVIRONMENTS[known]
+    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
+    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
+    raise Problem(f"{message} (--list-envs lists all)")
+
+
+def make_env(args):
+    """The environment of the flags; nothing else chooses one. `Problem` for an unknown id."""
+    if args.env_id.startswith(XLAND):
+        env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
+    else:
+        env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
+        check_walls(env)
+    return Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
+
+
+# ==================================================================================================
+# Agent
+# ==================================================================================================
+
+
+class Categorical(NamedTuple):
+    """Distributions over A actions, one for each observation: p(a) = softmax(logits)_a.
+
+    To forbid an action, give it the logit -1e9 (with -inf, 0 * inf would make the entropy NaN).
+    """
+
+    logits: jax.Array  # [..., A]
+
+    def log_probs(self):
+        """Logarithms of all probabilities, actions first: [A, ...]."""
+        # With actions first the batch stays contiguous. Where the network computes so, too, XLA
+        # merges this transpose with the one at its end.
+        return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
+
+    def sample(self, key):
+        """Random actions [...], int32."""
+        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+
+    def mode(self):
+        """The most likely actions [...], int32."""
+        return self.logits.argmax(-1).astype(jnp.int32)
+
+    def log_prob(self, action):
+        """Log-probabilities [...] of actions [...]."""
+        # log_probs[action] of each sample; a choice among A arrays, as a gather's gradient is slow.
+        return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
+
+    def entropy(self):
+        """Entropies [...], in nats: -sum_a p(a) log p(a)."""
+        log_probs = self.log_probs()
+        return -(jnp.exp(log_probs) * log_probs).sum(0)
+
+
+class Inputs(NamedTuple):
+    """What the agent takes in during T steps of M environments."""
+
+    # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}, and of some
+    # environments {"mission": [T, M, any]}, indices into WORDS; of `Trials` {"restarted": [T, M]}
+    obs: dict
+    prev_action: jax.Array  # [T, M], the action before
+    prev_reward: jax.Array  # [T, M], and its reward
+    start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
+
+
+CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
+PIXEL_LAYERS = [(16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)]
+MISSION_FEATURES = 32  # size of a mission's embedding, the sum of those of its words
+GRU_GAIN = 4.0  # views differ in few of their cells: large weights let that matter from the start
+
+
+def orthogonal(gain):
+    """An initializer of orthogonal weights, for flax.
+
+    A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
+    signals and gradients neither vanish nor explode with depth (a wide one shortens most of them).
+    The gain sqrt(2) is derived for relu, which halves a signal's power. The gain of the head sets
+    where learning begins: 0.01 gives nearly the same policy in all states.
+    """
+
+    def draw(key, shape, dtype=jnp.float32):
+        initializer = nn.initializers.orthogonal(gain)
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
+        # orthogonal initializer of your own needs the same.
+        draw_one = jax.custom_batching.sequential_vmap(
+            functools.partial(initializer, shape=shape, dtype=dtype)
+        )
+        return draw_one(key)
+
+    return draw
+
+
+class Dense(nn.Module):
+    """A layer w x + b, [in, ...] -> [features, ...].
+
+    Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
+    small networks on a CPU than `x @ w`.
+    """
+
+    features: int
+    gain: float
+    bias_init: Callable = nn.initializers.zeros
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
+        b = self.param("b", self.bias_init, (self.features, 1))
+        # All axes after the first as one: with more, XLA on a CPU transposes x before the product.
+        flat = x.astype(jnp.float32).reshape(len(x), -1)
+        return (w @ flat + b).reshape(-1, *x.shape[1:])
+
+
+def patches(x, size, stride):
+    """[F, Y, X, ...] -> [size * size * F, Y', X', ...]: a convolution is one product with these.
+
+    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a
+    product is twenty times faster. With the batch last, each slice copies long contiguous runs.
+    """
+    num_rows = (x.shape[1] - size) // stride + 1
+    num_columns = (x.shape[2] - size) // stride + 1
+    slices = []
+    for i in range(size):
+        for j in range(size):
+            rows = slice(i, i + num_rows * stride, stride)
+            columns = slice(j, j + num_columns * stride, stride)
+            slices.append(x[:, rows, columns])
+    return jnp.concatenate(slices)
+
+
+def one_hot_codes(x, sizes):
+    """Codes, or patches of 2x2 -> [F, ...] bool: each one-hot; how many values it has is in sizes.
+
+    With `CODE_SIZES`, patches [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a
+    quantity: 6 (a ball) is not twice 3 (floor).
+    """
+    rest = x.shape[1:]
+    one_hot = []
+    for code, num_values in enumerate(sizes):
+        values = np.arange(num_values).reshape(-1, *[1] * len(rest))
+        is_value = x[code :: len(sizes), None] == values  # [4, num_values, ...]
+        one_hot.append(is_value.reshape(-1, *rest))
+    return jnp.concatenate(one_hot)
+
+
+class Encoder(nn.Module):
+    """Three convolutions over the codes of a view, or four over its pixels.
+
+    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
+    """
+
+    pixels: bool
+    code_sizes: tuple = CODE_SIZES
+
+    @nn.compact
+    def __call__(self, image):
+        x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
+        layers = PIXEL_LAYERS if self.pixels else CODE_LAYERS
+        for i, (features, size, stride) in enumerate(layers):
+            if min(x.shape[1:3]) < size:
+                break
+            x = patches(x, size, stride)
+            if i == 0:
+                x = x / jnp.float32(255) if self.pixels else one_hot_codes(x, self.code_sizes)
+            x = nn.relu(Dense(features, math.sqrt(2), name=f"conv{i}")(x))
+        return x.reshape(-1, *x.shape[3:])
+
+
+class GRU(nn.Module):
+    """Gated recurrent unit, arXiv:1406.1078, with the reset gate of PyTorch and cuDNN.
+
+    Each of the H hidden units decides at every step how much of what it holds it keeps. With input
+    x, hidden state h, weights W and U, biases b and c and sigmoid values between 0 and 1,
+
+        reset = sigmoid(W_r x + b_r + U_r h)           how much of h the new content may use
+        keep  = sigmoid(W_k x + b_k + U_k h)           how much of h stays ("update gate")
+        new   = tanh(W_n x + b_n + reset * (U_n h + c))
+        h     = (1 - keep) * new + keep * h
+
+    Where keep is 1 a unit carries its content, and backwards in time its gradient, unchanged. That
+    is what lets it remember. With a constant keep = s / (1 + s) it forgets in about s steps, so
+    b_k = log(s) with s drawn from 1 to `max_span` starts units with spans of all lengths
+    (arXiv:1804.11188).
+
+    Backpropagation through time: h after step t depends on the weights through every step up to t,
+    so the gradient of the loss at step t runs back through all of them. It is cut in two places: at
+    the first step, whose hidden state comes from the rollout before and is a constant here; and
+    where an episode starts, since zeros have replaced the hidden state.
+    """
+
+    size: int
+    max_span: int
+
+    @nn.compact
+    def __call__(self, x, h, start):
+        """x [F, M, T], h [H, M] before the first step, start [T, M] -> h after each, [H, M, T]."""
+
+        def spans_init(key, shape):
+            spans = jax.random.uniform(key, (self.size, 1), minval=1.0, maxval=self.max_span)
+            bias = jnp.zeros(shape)
+            return bias.at[self.size : 2 * self.size].set(jnp.log(spans))
+
+        # The inputs' share of all steps is one product; only the rest must go step by step.
+        from_x = Dense(3 * self.size, GRU_GAIN, spans_init, name="input")(x)
+        from_x = from_x.transpose(2, 0, 1)  # [T, 3 H, M]
+        square = (self.size, self.size)
+        u_reset = self.param("u_reset", orthogonal(1.0), square)
+        u_keep = self.param("u_keep", orthogonal(1.0), square)
+        u_new = self.param("u_new", orthogonal(1.0), square)
+        c = self.param("c", nn.initializers.zeros, (self.size, 1))
+        u = jnp.concatenate([u_reset, u_keep, u_new])  # [3 H, H]
+
+        def step(h, inputs):
+            from_x, start = inputs  # [3 H, M], [M]
+            h = jnp.where(start, 0.0, h)
+            reset_x, keep_x, new_x = jnp.split(from_x, 3)
+            reset_h, keep_h, new_h = jnp.split(u @ h, 3)
+            reset = jax.nn.sigmoid(reset_x + reset_h)
+            keep = jax.nn.sigmoid(keep_x + keep_h)
+            new = jnp.tanh(new_x + reset * (new_h + c))
+            h = (1 - keep) * new + keep * h
+            return h, h
+
+        _, hs = jax.lax.scan(step, h, (from_x, start), unroll=gpu_unroll(8))
+        return hs.transpose(1, 2, 0)
+
+
+class ActorCritic(nn.Module):
+    """Encoder, stacked GRUs whose outputs are summed, actor and critic heads."""
+
+    args: Args
+    num_actions: int
+    code_sizes: tuple
+
+    @nn.compact
+    def __call__(self, inputs, rnn_state):
+        """`Inputs` of [T, M], rnn_state [M, L, H] before them.
+
+        Returns logits [T, M, A], values [T, M] and the recurrent states [T, M, L, H] after each
+        step.
+        """
+        args = self.args
+
+        # --- What the agent takes in at each step: [F, M, T] ---
+        # Environments before steps: as the major part of one long axis they can stay spread over
+        # devices.
+        encoder = Encoder(args.img_obs, self.code_sizes, name="encoder")
+        image = encoder(inputs.obs["image"])
+        direction = jax.nn.one_hot(inputs.obs["direction"].T, 4, axis=0)
+        # Without memory there is no action before, which is a code of its own, and no reward.
+        prev_action = jnp.where(inputs.start, self.num_actions, inputs.prev_action)
+        prev_action = jax.nn.one_hot(prev_action.T, self.num_actions + 1, axis=0)
+        prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
+        prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
+        features = [image, direction, prev_action, prev_reward]
+        if "restarted" in inputs.obs:
+            features.append(inputs.obs["restarted"].T[None])
+        if "mission" in inputs.obs:
+            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
+            words = words.transpose(2, 3, 1, 0)
+            # Each word at each place of the sentence has an embedding of its own.
+            words = words.reshape(-1, *words.shape[2:])
+            features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
+        x = jnp.concatenate(features)
+
+        # --- Memory ---
+        outputs = []  # [H, M, T] of each layer
+        for i in range(args.rnn_num_layers):
+            gru = GRU(args.rnn_hidden_dim, args.num_steps, name=f"gru{i}")
+            x = gru(x, rnn_state[:, i].T, inputs.start)
+            outputs.append(x)
+        rnn_states = jnp.stack(outputs).transpose(3, 2, 0, 1)
+        x = sum(outputs)
+
+        # --- Actor and critic ---
+        gain = math.sqrt(2)
+        actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
+        critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
+        logits = Dense(self.num_actions, 0.01, name="actor")(actor)
+        # Small too: where rewards are rare, the first errors of the critic are all that the actor
+        # learns from.
+        value = Dense(1, 0.01, name="critic")(critic)
+        return logits.transpose(2, 1, 0), value[0].T, rnn_states
+
+
+def init_rnn_state(args, num_envs):
+    """The recurrent state [N, L, H] before the first step; an LSTM's would be a pair of these."""
+    return jnp.zeros((num_envs, args.rnn_num_layers, args.rnn_hidden_dim))
+
+
+def init_agent(args, key, env):
+    """Parameters of the agent, a tree of arrays.
+
+    To replace the agent, write `init_rnn_state`, `init_agent` and `forward`: recurrent states may
+    be any tree of arrays [N, ...], parameters any tree at all.
+
+    All weights begin `orthogonal`, which explains the gains but `GRU_GAIN`. In `GRU` it keeps
+    signals from vanishing or exploding with time; with tanh the gain sqrt(2) is a convention that
+    works.
+    """
+
+    def example_inputs():  # of one step in one environment
+        env_state = jax.vmap(env.reset)(jax.random.key(0)[None])
+        inputs = make_inputs(env, env_state, init_agent_state(args, 1))
+        return jax.tree.map(lambda x: x[None], inputs)
+
+    shapes = jax.eval_shape(example_inputs)  # runs nothing
+    inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    network = ActorCritic(args, env.num_actions, env.code_sizes)
+    return network.init(key, inputs, init_rnn_state(args, 1))
+
+
+def forward(args, params, inputs, rnn_state):
+    """Policy, values [T, M] and recurrent states [T, M, ...] for `Inputs` of [T, M].
+
+    `rnn_state` [M, ...] is the state before the first step; the states returned are those after
+    each one. A rollout calls this with T = 1, step by step; the loss with all T steps at once,
+    which gives the gradient through time and, until the parameters change, the same numbers. The
+    loss begins with the rollout's `rnn_state` in all epochs, although newer parameters would have
+    made another one.
+
+    Where `inputs.start` is set, an episode starts on a new level: hidden state, previous action and
+    previous reward are those of an episode that is over, and count as nothing. If they were kept,
+    the agent would remember the wrong level, and the empty memory with which an evaluation begins
+    would be one that it has hardly ever learned from.
+    """
+    if inputs.start.ndim != 2 or inputs.obs["image"].ndim != 5:
+        raise ValueError(
+            f"forward takes the parameters of one agent (without the axis K of `load_run`) and "
+            f"inputs of T steps in M environments, [T, M, ...], but got images of shape "
+            f"{inputs.obs['image'].shape} and starts of shape {inputs.start.shape}"
+        )
+    env = make_env(args)
+    network = ActorCritic(args, env.num_actions, env.code_sizes)
+    logits, value, rnn_states = network.apply(params, inputs, rnn_state)
+    return Categorical(logits=logits), value, rnn_states
+
+
+class AgentState(NamedTuple):
+    """What an agent carries from one step to the next in N environments."""
+
+    rnn_state: Any  # tree of [N, ...]
+    prev_action: jax.Array  # [N]
+    prev_reward: jax.Array  # [N]
+    start: jax.Array  # [N], whether it forgets all of this now
+
+
+def init_agent_state(args, num_envs):
+    """The `AgentState` before the first step."""
+    return AgentState(
+        rnn_state=init_rnn_state(args, num_envs),
+        prev_action=jnp.zeros(num_envs, jnp.int32),
+        prev_reward=jnp.zeros(num_envs, jnp.float32),
+        start=jnp.ones(num_envs, bool),
+    )
+
+
+def agent_state_after(rnn_state, action, reward):
+    """The `AgentState` of [N] after a step, as if it had ended no episode.
+
+    So it is what the value of a truncated episode needs; whoever goes on with a new episode sets
+    `start`.
+    """
+    return AgentState(
+        rnn_state=rnn_state,
+        prev_action=action,
+        prev_reward=reward,
+        start=jnp.zeros(reward.shape, bool),
+    )
+
+
+def make_inputs(env, env_state, agent_state):
+    """`Inputs` of a single step, [N], from the states of N environments and of the agent."""
+    return Inputs(
+        obs=jax.vmap(env.observe)(env_state),
+        prev_action=agent_state.prev_action,
+        prev_reward=agent_state.prev_reward,
+        start=agent_state.start,
+    )
+
+
+def forward_step(args, params, inputs, rnn_state):
+    """`forward` for `Inputs` of a single step, [N]: returns (dist, value, rnn_state) of [N]."""
+    sequence = jax.tree.map(lambda x: x[None], inputs)
+    outputs = forward(args, params, sequence, rnn_state)
+    return jax.tree.map(lambda x: x[0], outputs)
+
+
+# ==================================================================================================
+# Optimizer
+# ==================================================================================================
+
+
+def make_optimizer(args):
+    """Scales gradients down to `max_grad_norm`, then Adam, arXiv:1412.6980, without its rate.
+
+    Adam divides a running mean of the gradient by the root of one of its square, so that every
+    parameter moves by about the learning rate, whatever the scale of its gradient; `adam_update` in
+    ppo_cartpole_jax.py has the formulas. `optimizer_update` multiplies by the learning rate, which
+    changes from update to update.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps)
+    )
+
+
+def optimizer_update(args, grads, opt_state, params, learning_rate):
+    """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
+    direction, opt_state = make_optimizer(args).update(grads, opt_state, params)
+    step = jax.tree.map(lambda d: -learning_rate * d, direction)
+    return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
+
+
+# ==================================================================================================
+# PPO
+# ==================================================================================================
+
+
+class EpisodeStats(NamedTuple):
+    """The running and the last finished episode of every environment, each [N].
+
+    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
+    that each has finished: a mean over the episodes that end in one update would favour short ones.
+    """
+
+    running_return: jax.Array
+    running_length: jax.Array
+    last_return: jax.Array  # -inf before the first episode has ended
+    last_length: jax.Array  # likewise
+
+
+class Transition(NamedTuple):
+    """One step of N environments; a trajectory has an axis of T steps in front."""
+
+    inputs: Inputs  # of [N]
+    action: jax.Array  # [N, ...]
+    log_prob: jax.Array  # [N], of the actions
+    value: jax.Array  # [N]
+    reward: jax.Array  # [N]
+    # An episode that terminated has no future. One that the time limit truncated would have gone
+    # on, and the observation does not show the limit: its future must be estimated, not set to 0.
+    terminated: jax.Array  # [N]
+    truncated: jax.Array  # [N]
+
+
+class Batch(NamedTuple):
+    """What the loss may read: T steps of N environments, or of the M of a minibatch."""
+
+    inputs: Inputs  # of [T, N]
+    rnn_state: Any  # [1, N, ...], before the first step; N is the second axis of every array
+    action: jax.Array  # [T, N, ...]
+    log_prob: jax.Array  # [T, N], the old policy's
+    value: jax.Array  # [T, N], the old critic's
+    advantage: jax.Array  # [T, N]
+    target: jax.Array  # [T, N], what the critic should have said
+
+
+def init_episode_stats(num_envs):
+    """Before the first step."""
+    return EpisodeStats(
+        running_return=jnp.zeros(num_envs, jnp.float32),
+        running_length=jnp.zeros(num_envs, jnp.int32),
+        last_return=jnp.full(num_envs, -jnp.inf, jnp.float32),
+        last_length=jnp.full(num_envs, -jnp.inf, jnp.float32),
+    )
+
+
+def restart_ended(ended, stats):
+    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
+    return EpisodeStats(
+        running_return=jnp.where(ended, 0.0, stats.running_return),
+        running_length=jnp.where(ended, 0, stats.running_length),
+        last_return=jnp.where(ended, stats.running_return, stats.last_return),
+        last_length=jnp.where(ended, stats.running_length, stats.last_length),
+    )
+
+
+def mean_of_ended(last):
+    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    ended = jnp.isfinite(last)
+    total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
+
+
+def select(mask, yes, no):
+    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
+
+    def choose(yes, no):
+        return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - 1)), yes, no)
+
+    return jax.tree.map(choose, yes, no)
+
+
+def level_keys(key, envs):
+    """Keys of the next levels of the environments numbered `envs`, each from its number alone."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, envs)
+
+
+def reset_ended(env, key, done, env_state):
+    """States [N], those that are `done` replaced by the levels of their `level_keys`.
+
+    Most steps end few episodes, and a level takes longer to make than a step. So levels are made
+    for a small number of environments at a time, until all that are done have one.
+    """
+    num_envs = done.size
+    num_levels = max(1, num_envs // 64)
+
+    def any_left(carry):
+        done, _ = carry
+        return done.any()
+
+    def replace_some(carry):
+        done, env_state = carry
+        # The first environments that are done; where there are fewer, N, which is dropped.
+        rank = jnp.cumsum(done)
+        place = jnp.where(done, rank - 1, num_levels)
+        index = jnp.full(num_levels, num_envs).at[place].set(jnp.arange(num_envs), mode="drop")
+        levels = jax.vmap(env.reset)(level_keys(key, index))
+        env_state = jax.tree.map(
+            lambda old, new: old.at[index].set(new, mode="drop"), env_state, levels
+        )
+        return done & (rank > num_levels), env_state
+
+    _, env_state = jax.lax.while_loop(any_left, replace_some, (done, env_state))
+    return env_state
+
+
+def truncation_window(args, env):
+    """Steps in which the time limit can end at most one episode of an environment."""
+    return min(env.max_episode_steps, args.num_steps)
+
+
+def check_one_each(num_envs, **arrays):
+    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
+    for name, array in arrays.items():
+        if array.shape != (num_envs,):
+            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
+        if name == "terminated" and array.dtype != bool:
+            raise ValueError(f"terminated must be bool, not {array.dtype}")
+
+
+def gpu_unroll(steps):
+    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
+
+    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
+    small operations of a step. Within an iteration those of neighbouring steps merge too.
+    """
+    return steps if jax.default_backend() == "gpu" else 1
+
+
+def rollout(args, env, params, env_state, agent_state, stats, key):
+    """Plays T steps in N environments, which begin a new episode where one has ended.
+
+    Returns (env_state, agent_state, stats, trajectory, truncated_state). The trajectory is a
+    `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
+    states in which the time limit ended an episode, at most one in each of the W windows of
+    `truncation_window` steps (where it ended none, they mean nothing).
+
+    The level with which environment n starts anew after step t follows from t and n. On a CPU
+    levels are made when they are needed, in the loop of `reset_ended`. An accelerator would stop at
+    every step to ask whether that loop goes on. So there a level is made for every step of every
+    environment beforehand, all at once or, where they are many, step by step; the same levels, of
+    which most are never used.
+    """
+    action_key, step_key, reset_key = jax.random.split(key, 3)
+    action_keys = jax.random.split(action_key, args.num_steps)
+    step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
+    reset_keys = jax.random.split(reset_key, args.num_steps)
+    on_cpu = jax.default_backend() == "cpu"
+    levels = None
+    if not on_cpu:
+
+        def levels_of_step(key):
+            return jax.vmap(env.reset)(level_keys(key, jnp.arange(args.num_envs)))
+
+        if args.batch_size <= 65_536:
+            levels = jax.vmap(levels_of_step)(reset_keys)
+        else:  # more may not fit into the memory at once
+            levels = jax.lax.map(levels_of_step, reset_keys)
+    num_windows = math.ceil(args.num_steps / truncation_window(args, env))
+    window = jnp.arange(args.num_steps) // truncation_window(args, env)
+
+    def env_step(carry, inputs_of_step):
+        env_state, agent_state, stats, truncated_state = carry
+        action_key, step_keys, reset_key, levels, window = inputs_of_step
+
+        # --- Act ---
+        inputs = make_inputs(env, env_state, agent_state)
+        dist, value, rnn_state = forward_step(args, params, inputs, agent_state.rnn_state)
+        action = dist.sample(action_key)
+        log_prob = dist.log_prob(action)
+        next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
+        outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
+        next_agent_state = agent_state_after(rnn_state, action, reward)
+
+        # --- Has the episode ended? ---
+        stats = stats._replace(
+            running_return=stats.running_return + reward, running_length=stats.running_length + 1
+        )
+        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
+        done = terminated | truncated
+        truncated_state = jax.tree.map(
+            lambda kept, new: kept.at[window].set(select(truncated, new, kept[window])),
+            truncated_state,
+            (next_env_state, next_agent_state),
+        )
+        transition = Transition(
+            inputs=inputs,
+            action=action,
+            log_prob=log_prob,
+            value=value,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+        )
+
+        # --- Then begin a new one ---
+        if on_cpu:
+            env_state = reset_ended(env, reset_key, done, next_env_state)
+        else:
+            env_state = select(done, levels, next_env_state)
+        agent_state = next_agent_state._replace(start=done)
+        stats = restart_ended(done, stats)
+        return (env_state, agent_state, stats, truncated_state), transition
+
+    truncated_state = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (num_windows, *x.shape)), (env_state, agent_state)
+    )
+    carry = (env_state, agent_state, stats, truncated_state)
+    inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
+    unroll = gpu_unroll(4)
+    carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps, unroll=unroll)
+    env_state, agent_state, stats, truncated_state = carry
+    return env_state, agent_state, stats, trajectory, truncated_state
+
+
+def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
+    """Values of all observations and of their true successors, both [T, N].
+
+    The successor of a step is the observation of the next one; after the last step it is that of
+    last_state = (env_state, agent_state), [N]. But where the time limit ended an episode, it is the
+    last observation of that episode, seen with that episode's memory: truncated_state, [W, N], as
+    `rollout` returns it. (Where the episode terminated there is none, and `compute_gae` ignores
+    what stands here.)
+    """
+
+    def value_of(env_state, agent_state):  # of [N] -> [N]
+        inputs = make_inputs(env, env_state, agent_state)
+        _, value, _ = forward_step(args, params, inputs, agent_state.rnn_state)
+        return value
+
+    next_value = jnp.concatenate([trajectory.value[1:], value_of(*last_state)[None]])
+    truncated_value = jax.vmap(value_of)(*truncated_state)  # [W, N]
+    truncated_value = jnp.repeat(truncated_value, truncation_window(args, env), axis=0)
+    truncated_value = truncated_value[: args.num_steps]  # the last window may be a shorter one
+    return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
+
+
+def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
+
+    The TD error tells how much better one step went than the critic had expected,
+
+        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
+
+    and the advantage adds up those of the steps that follow in the same episode:
+
+        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
+
+    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
+    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
+    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
+    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
+    (gamma lambda)^l.
+
+    A terminated episode has no future, hence no value of a successor. A truncated one would have
+    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
+    and counts. Neither lets the sum run on into the next episode.
+
+    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
+    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
+    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
+    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
+
+    >>> column = lambda *numbers: jnp.array(numbers)[:, None]
+    >>> advantage = compute_gae(
+    ...     reward=column(1.0, 1.0, 1.0, 1.0),
+    ...     value=column(2.0, 2.0, 2.0, 2.0),
+    ...     next_value=column(2.0, 2.0, 9.0, 4.0),
+    ...     terminated=column(False, False, True, False),
+    ...     truncated=column(False, False, False, False),
+    ...     gamma=0.5,
+    ...     gae_lambda=0.5,
+    ... )
+    >>> advantage[:, 0].tolist()
+    [-0.0625, -0.25, -1.0, 1.0]
+    """
+    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
+    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+
+    def backwards(next_advantage, inputs):
+        delta, decay = inputs
+        advantage = delta + decay * next_advantage
+        return advantage, advantage
+
+    start, inputs = jnp.zeros_like(delta[0]), (delta, decay)
+    _, advantage = jax.lax.scan(backwards, start, inputs, reverse=True, unroll=gpu_unroll(16))
+    return advantage
+
+
+def clipped_objective(ratio, advantage, clip_coef):
+    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
+
+    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
+    of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
+    the states are still those of the old policy, which say little about one far from it. So the
+    objective stops growing where the ratio has moved by c in the direction that A asks for: there
+    the minimum is the clipped term, a constant without gradient. A sample that went the wrong way
+    is always pulled back. Other samples may still push the ratio on: approx_kl tells how far.
+
+    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
+
+    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
+    [1.0, 1.25, 0.5]
+    >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
+    >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
+    [1.0, 0.0, 1.0]
+
+    With A = -1 it is the other way round:
+
+    >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
+    [-1.0, -1.0, -0.0]
+    """
+    clipped_ratio = jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef)
+    return jnp.minimum(ratio * advantage, clipped_ratio * advantage)
+
+
+def ppo_loss(args, params, batch):
+    """The loss of a minibatch, a mean over its samples; returns (loss [], metrics {tag: []}).
+
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
+    squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
+    errors counts, that of the value and that of the value held within clip_coef of the old one: a
+    value that has moved further than that towards its target, but not past it, has no gradient.
+    Returns of an episode lie between -1 and 1, so steps of 0.2 an update are enough to follow them;
+    those of trials may be larger, and `--no-clip-vloss` better.
+    The entropy bonus keeps the policy from becoming certain before it has tried all actions.
+
+    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
+    that falls from log(num_actions), explained_variance that rises towards 1. Once the task is
+    solved, all but the last go towards 0; the last means little where all returns are the same.
+    """
+    rnn_state = jax.tree.map(lambda x: x[0], batch.rnn_state)
+    dist, value, _ = forward(args, params, batch.inputs, rnn_state)
+
+    # --- Policy ---
+    log_ratio = dist.log_prob(batch.action) - batch.log_prob
+    ratio = jnp.exp(log_ratio)
+    policy_loss = -clipped_objective(ratio, batch.advantage, args.clip_coef).mean()
+
+    # --- Value ---
+    value_error = (value - batch.target) ** 2
+    if args.clip_vloss:
+        change = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
+        value_error = jnp.maximum(value_error, (batch.value + change - batch.target) ** 2)
+    value_loss = 0.5 * value_error.mean()
+
+    # --- Entropy ---
+    entropy = dist.entropy().mean()
+
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    return loss, {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
+        # is less noisy and never negative.
+        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),
+        "losses/old_approx_kl": -log_ratio.mean(),
+        "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
+    }
+
+
+def reduce_metrics(metrics):
+    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum."""
+    return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
+
+
+def random_permutation(key, n):
+    """A pseudo-random permutation of range(n) [n], for speed: that of JAX sorts.
+
+    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
+    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
+    few bits some orders would come up too often.
+    """
+    if n <= 256 or n & (n - 1):
+        return jax.random.permutation(key, n)
+    bits = n.bit_length() - 1
+    low, high = bits // 2, bits - bits // 2  # widths of the two halves
+
+    def mix(half, round_key, width):  # the top bits of a multiplicative hash
+        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
+        return (x ^ (x >> 13)) >> (32 - width)
+
+    index = jnp.arange(n, dtype=jnp.uint32)
+    left, right = index >> low, index & ((1 << low) - 1)
+    for left_key, right_key in jax.random.bits(key, (6, 2), jnp.uint32):
+        left = left ^ mix(right, left_key, high)
+        right = right ^ mix(left, right_key, low)
+    return (left << low) | right
+
+
+def spread(minibatch):
+    """Gives every device of the mesh that is set its part of the environments, if there is one.
+
+    Without this each would work on the whole minibatch: shuffled, it lies on all of them.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return minibatch
+    return jax.lax.with_sharding_constraint(minibatch, jax.P(None, "devices"))
+
+
+def update_epochs(args, params, opt_state, batch, learning_rate, key):
+    """Passes over a batch of N environments in shuffled minibatches of whole environments.
+
+    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
+    Returns (params, opt_state, metrics {tag: []}).
+    """
+
+    def minibatch_step(carry, index):  # index [M] of environments
+        params, opt_state, active = carry
+        minibatch = spread(jax.tree.map(lambda x: x[:, index], batch))
+        if args.norm_adv:
+            advantage = minibatch.advantage - minibatch.advantage.mean()
+            advantage = advantage / (minibatch.advantage.std() + 1e-8)
+            minibatch = minibatch._replace(advantage=advantage)
+        grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
+        stepped = optimizer_update(args, grads, opt_state, params, learning_rate)
+        metrics["losses/grad_norm"] = stepped[2]
+        if args.target_kl is None:
+            return (*stepped[:2], active), metrics
+        active &= metrics["losses/approx_kl"] <= args.target_kl
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(active, new, old), stepped[:2], (params, opt_state)
+        )
+        return (params, opt_state, active), metrics
+
+    def epoch(carry, key):
+        order = random_permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
+        return jax.lax.scan(minibatch_step, carry, order)
+
+    carry = params, opt_state, jnp.bool_(True)
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, keys)
+    return params, opt_state, reduce_metrics(metrics)
+
+
+# ==================================================================================================
+# Training
+# ==================================================================================================
+
+
+class TrainState(NamedTuple):
+    """Everything that training needs to go on; checkpoints hold exactly this."""
+
+    params: dict
+    opt_state: optax.OptState
+    env_state: GridState  # of [N]
+    agent_state: AgentState  # of [N]
+    stats: EpisodeStats  # of [N]
+    key: jax.Array  # PRNG key
+    update: jax.Array  # [], updates done
+
+
+def init_train_state(args, key):
+    """The `TrainState` of one agent before its first update."""
+    env = make_env(args)
+    agent_key, reset_key, key = jax.random.split(key, 3)
+    params = init_agent(args, agent_key, env)
+    env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
+    state = TrainState(
+        params=params,
+        opt_state=make_optimizer(args).init(params),
+        env_state=env_state,
+        agent_state=init_agent_state(args, args.num_envs),
+        stats=init_episode_stats(args.num_envs),
+        key=key,
+        update=jnp.zeros((), jnp.int32),
+    )
+    # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
+
+
+def update(args, state):
+    """One PPO update of one agent; returns (state, metrics {tag: []})."""
+    env = make_env(args)
+    rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
+
+    # --- Play ---
+    env_state, agent_state, stats, trajectory, truncated_state = rollout(
+        args, env, state.params, state.env_state, state.agent_state, state.stats, rollout_key
+    )
+
+    # --- Advantages ---
+    value, next_value = trajectory_values(
+        args, env, state.params, trajectory, (env_state, agent_state), truncated_state
+    )
+    advantage = compute_gae(
+        trajectory.reward,
+        value,
+        next_value,
+        trajectory.terminated,
+        trajectory.truncated,
+        args.gamma,
+        args.gae_lambda,
+    )
+    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
+
+    # --- Learn ---
+    batch = Batch(
+        inputs=trajectory.inputs,
+        rnn_state=jax.tree.map(lambda x: x[None], state.agent_state.rnn_state),
+        action=trajectory.action,
+        log_prob=trajectory.log_prob,
+        value=value,
+        advantage=advantage,
+        target=target,
+    )
+    learning_rate = jnp.float32(args.learning_rate)
+    if args.anneal_lr:  # to 0 after the last update, and not below
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+    params, opt_state, metrics = update_epochs(
+        args, state.params, state.opt_state, batch, learning_rate, epochs_key
+    )
+
+    metrics |= {
+        # Of the targets, by the old critic: target - value = advantage.
+        "losses/explained_variance": 1 - advantage.var() / target.var(),
+        "charts/learning_rate": learning_rate,
+        "charts/episodic_return": mean_of_ended(stats.last_return),
+        "charts/episodic_length": mean_of_ended(stats.last_length),
+    }
+    state = TrainState(
+        params=params,
+        opt_state=opt_state,
+        env_state=env_state,
+        agent_state=agent_state,
+        stats=stats,
+        key=next_key,
+        update=state.update + 1,
+    )
+    return state, metrics
+
+
+def train(args, key):
+    """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
+
+    A pure function of a key and of every float in `args`, so both can be swept in one program:
+
+        def agent(learning_rate, key):
+            return train(dataclasses.replace(args, learning_rate=learning_rate), key)
+
+        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
+
+    charts/episodic_return is -inf until an episode has ended.
+    """
+    state = init_train_state(args, key)
+    return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
+
+
+# ==================================================================================================
+# Evaluation
+# ==================================================================================================
+
+
+class Evaluation(NamedTuple):
+    """Episodes in fresh environments, and what it takes to draw the first one."""
+
+    episode_return: jax.Array  # [E]
+    episode_length: jax.Array  # [E]
+    states: Any  # of [L + 1], of the first episode; after its end they mean nothing
+    trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
+
+
+class EvaluationStep(NamedTuple):
+    """Where an episode of E environments stands after t steps."""
+
+    t: jax.Array  # []
+    running: jax.Array  # [E], episodes that have not ended
+    env_state: Any  # of [E]
+    agent_state: AgentState  # of [E]
+    episode_return: jax.Array  # [E]
+    episode_length: jax.Array  # [E]
+    states: Any  # of [L + 1], of the first environment so far
+
+
+def evaluate(args, params, key):
+    """An episode (or trial) of one agent in each of E environments: an `Evaluation`.
+
+    Each is played on a fresh level, by the most likely actions or by drawn ones (`eval_mode`).
+    """
+    env = make_env(args)
+    num_envs = args.eval_episodes
+    reset_key, episode_key = jax.random.split(key)
+    start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
+    action_key, step_key = jax.random.split(jax.random.split(episode_key, 1)[0])
+
+    def is_running(now):
+        return (now.t < env.max_episode_steps) & now.running.any()
+
+    def env_step(now):
+        inputs = make_inputs(env, now.env_state, now.agent_state)
+        dist, _, rnn_state = forward_step(args, params, inputs, now.agent_state.rnn_state)
+        action = dist.mode()
+        if args.eval_mode == "sampled":
+            action = dist.sample(jax.random.fold_in(action_key, now.t))
+        keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
+        env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
+        return EvaluationStep(
+            t=now.t + 1,
+            running=now.running & ~terminated,
+            env_state=env_state,
+            agent_state=agent_state_after(rnn_state, action, reward),
+            episode_return=now.episode_return + jnp.where(now.running, reward, 0),
+            episode_length=now.episode_length + now.running,
+            states=jax.tree.map(
+                lambda states, x: states.at[now.t + 1].set(x[0]), now.states, env_state
+            ),
+        )
+
+    def room_for_states(x):  # [E, ...] -> [L + 1, ...]
+        return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
+
+    start = EvaluationStep(
+        t=jnp.int32(0),
+        running=jnp.ones(num_envs, bool),
+        env_state=start_state,
+        agent_state=init_agent_state(args, num_envs),
+        episode_return=jnp.zeros(num_envs, jnp.float32),
+        episode_length=jnp.zeros(num_envs, jnp.int32),
+        states=jax.tree.map(room_for_states, start_state),
+    )
+    # Good policies need a fraction of the time limit, so this ends with the last episode.
+    end = jax.lax.while_loop(is_running, env_step, start)
+    return Evaluation(
+        episode_return=end.episode_return,
+        episode_length=end.episode_length,
+        states=end.states,
+        # Steps after the end of a trial belong to none of its episodes.
+        trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else None,
+    )
+
+
+def record_video(args, evaluation, path):
+    """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
+    env = make_env(args)
+    states = jax.device_get(jax.tree.map(lambda x: x[0], evaluation.states))
+    frames = []
+    for t in range(min(1000, int(evaluation.episode_length[0, 0]) + 1)):
+        image = env.render(jax.tree.map(operator.itemgetter(t), states), 320 // env.width)
+        # A level has some 80 colours at most: each keeps its own.
+        frames.append(Image.fromarray(image).quantize(256, Image.Quantize.MAXCOVERAGE))
+    path = path.with_suffix(".gif")
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
+    return path
+
+
+# ==================================================================================================
+# Running: everything above is one agent, the rest of the file is about training it from a shell
+# ==================================================================================================
+
+
+class Problem(Exception):
+    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
+
+
+# --- Seeds ---
+
+
+def seed_keys(args):
+    """One PRNG key per seed, [K]."""
+    seeds = jnp.uint32(args.seed) + jnp.arange(args.num_seeds, dtype=jnp.uint32)
+    return jax.vmap(jax.random.key)(seeds)
+
+
+def evaluation_keys(args):
+    """Keys [K] that no training uses, the same for every evaluation of a run."""
+    # Training splits the seeds' keys; that never gives what `fold_in` gives here.
+    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
+
+
+def over_seeds(function):
+    """Maps a function of one agent over trees with a leading axis K.
+
+    On a CPU one agent after the other: products that are batched over agents are slower there.
+    """
+
+    def mapped(*trees):
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(lambda agent: function(*agent), trees)
+        return jax.vmap(function)(*trees)
+
+    return mapped
+
+
+# --- Devices and processes ---
+
+
+def make_mesh(args):
+    """The first `num_devices` devices of every process; raises `Problem`."""
+    if args.num_devices > jax.local_device_count():
+        raise Problem(f"--num-devices {args.num_devices}: JAX sees {jax.local_device_count()}")
+    devices = []
+    for process in range(jax.process_count()):
+        devices += jax.local_devices(process_index=process)[: args.num_devices]
+    if args.num_envs % (args.num_minibatches * len(devices)):
+        size = f"--num-minibatches x {len(devices)} devices"
+        raise Problem(f"--num-envs must be a multiple of {size}")
+    return jax.sharding.Mesh(np.array(devices), ("devices",))
+
+
+def state_shardings(mesh):
+    """How a `TrainState` of K agents lies on the mesh, a prefix of its tree.
+
+    Environments, the second axis of [K, N, ...], are spread; all else is everywhere.
+    """
+    shardings = dict.fromkeys(TrainState._fields, jax.NamedSharding(mesh, jax.P()))
+    for name in ("env_state", "agent_state", "stats"):
+        shardings[name] = jax.NamedSharding(mesh, jax.P(None, "devices"))
+    return TrainState(**shardings)
+
+
+def join_processes(args):
+    """Starts JAX's distributed runtime; returns the `Args` of this process.
+
+    All processes do the same. What the others than the first one write goes to a folder that is
+    deleted at the end, and what they print nowhere.
+    """
+    # JAX's own service would catch SIGTERM before `remembered_signals` does.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
+    except ValueError as error:  # no cluster is found
+        raise Problem(f"--distributed: {error}") from error
+    if jax.process_index() == 0:
+        return args
+    sys.stdout = open(os.devnull, "w")
+    return dataclasses.replace(args, track=False)
+
+
+def agree_on_signal(signals):
+    """The first signal that any process has received, or 0; all must ask equally often."""
+    received = signals[0] if signals else 0
+    if jax.process_count() > 1:
+        received = int(multihost_utils.process_allgather(np.int32(received)).max())
+    return received
+
+
+# --- Files ---
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Turns what the disk refuses into a `Problem` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise Problem(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_file(path, content):
+    """Writes bytes to a file that nobody sees half-written."""
+    with writing(path):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+
+def write_json(path, content):
+    """Writes a dict as JSON."""
+    write_file(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
+
+
+def is_key(leaf):
+    """Whether an array holds PRNG keys, of which a checkpoint holds the data."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def leaf_name(path):
+    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_arrays(state):
+    """{name: plain array} of a tree."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
+
+
+def save_checkpoint(run_dir, state):
+    """Replaces the run's checkpoint.npz by one of this state; all processes must take part."""
+    arrays = named_arrays(state)
+    if jax.process_count() > 1:
+        arrays = multihost_utils.process_allgather(arrays, tiled=True)
+    buffer = io.BytesIO()
+    np.savez(buffer, **jax.device_get(arrays))
+    write_file(run_dir / "checkpoint.npz", buffer.getbuffer())
+
+
+def load_checkpoint(run_dir, like):
+    """The tree `like`, of shapes and types, with the arrays of a run's checkpoint.
+
+    `like` is a `TrainState` or has some of its fields, {"params": ...}; others are not read.
+    Raises `Problem` where the file is damaged or does not fit.
+    """
+    path = pathlib.Path(run_dir, "checkpoint.npz")
+    names = jax.eval_shape(named_arrays, like).keys()
+    try:
+        with np.load(path, allow_pickle=False) as file:  # reading checks the CRC
+            saved = {name: file[name] for name in file if name in names}
+    except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
+        raise Problem(f"{path} cannot be read: {error}") from error
+
+    def restore(tree_path, leaf):
+        name = leaf_name(tree_path)
+        want = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        array = saved.get(name, np.zeros(0))
+        if (array.shape, array.dtype) != (want.shape, want.dtype):
+            have = f"{array.dtype} {array.shape}" if name in saved else "missing"
+            expected = f"{want.dtype} {want.shape}"
+            raise Problem(f"{path} does not fit: {name} is {have}, with these flags {expected}")
+        return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
+
+    return jax.tree.map_with_path(restore, like)
+
+
+def load_params(args, run_dir):
+    """The parameters of a run's checkpoint; every array has a leading axis of K seeds."""
+    params = jax.eval_shape(functools.partial(init_states, args)).params
+    return load_checkpoint(run_dir, {"params": params})["params"]
+
+
+def load_run(run_dir):
+    """The (args, params) of a saved run, see `load_params`."""
+    args = load_args(run_dir)
+    return args, load_params(args, run_dir)
+
+
+def init_states(args):
+    """The `TrainState` of K agents before their first update."""
+    # One after the other, which compiles sooner than a batch of them.
+    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
+
+
+# --- Flags ---
+
+
+def check_args(args):
+    """Raises `Problem` for flags that cannot work."""
+    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    sizes = "action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim"
+    more = "checkpoint_interval eval_episodes num_devices episodes_per_trial"
+    for name in f"{positive} {sizes} {more}".split():
+        if getattr(args, name) < 1:
+            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.seed <= 2**32 - args.num_seeds:
+        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    if args.num_envs % args.num_minibatches:
+        raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
+    if args.num_updates < 1:
+        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
+    is_xland = args.env_id.startswith(XLAND)
+    if is_xland and args.img_obs:
+        raise Problem("--img-obs: XLand-MiniGrid's environments have codes only")
+    if not is_xland and (args.benchmark_id, args.ruleset_id) != (None, None):
+        raise Problem("--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
+    if args.ruleset_id is not None and args.benchmark_id is None:
+        raise Problem("--ruleset-id needs --benchmark-id")
+    if args.distributed and args.eval is not None:
+        raise Problem("--eval is for one process, without --distributed")
+
+
+def load_args(run_dir):
+    """The `Args` saved in a run's args.json; raises `Problem`."""
+    try:
+        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
+        saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        args = Args(**saved)
+        check_args(args)
+    except (OSError, ValueError, AttributeError, TypeError, Problem) as error:
+        raise Problem(f"{run_dir} is not a run of this script: {error}") from error
+    return args
+
+
+def parse_args(words=None):
+    """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
+    args = tyro.cli(Args, args=words)
+    if args.resume is not None or args.eval is not None:
+        if args.resume is not None and args.eval is not None:
+            raise Problem("--resume and --eval exclude each other")
+        saved = load_args(args.resume or args.eval)
+        saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
+        args = tyro.cli(Args, args=words, default=saved)
+        for name, old in vars(saved).items():
+            if getattr(args, name) != old:
+                print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
+        if args.resume and (args.seed, args.batch_size) != (saved.seed, saved.batch_size):
+            raise Problem("--seed, --num-envs and --num-steps of a run cannot change")
+    check_args(args)
+    return args
+
+
+def use_compilation_cache():
+    """Lets a later process load the programs this one compiles; JAX's environment variables win."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@contextlib.contextmanager
+def remembered_signals():
+    """A list that receives the first Ctrl-C or SIGTERM; a second one ends the process.
+
+    An exception, as KeyboardInterrupt is one, could come while the state is being donated.
+    """
+    received, numbers = [], (signal.SIGINT, signal.SIGTERM)
+
+    def remember(number, frame):
+        received.append(number)
+        for n in numbers:
+            signal.signal(n, signal.SIG_DFL)
+
+    handlers = [signal.signal(n, remember) for n in numbers]
+    try:
+        yield received
+    finally:
+        for n, handler in zip(numbers, handlers):
+            signal.signal(n, handler)
+
+
+# --- Metrics ---
+
+
+class Logger:
+    """Writes metrics of K seeds to TensorBoard, a run each, and a line of progress; keeps the time.
+
+    Metrics of an update wait in a queue until the log interval is over: to read them is to wait for
+    the device.
+    """
+
+    def __init__(self, args, run_dir, first_update):
+        self.args = args
+        self.first_update = first_update
+        self.queue = []  # (update, metrics {tag: [K]})
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds whose losses are not finite
+        seeds = range(args.seed, args.seed + args.num_seeds)
+        self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
+        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
+        table = "\n".join(["|flag|value|", "|-|-|", *rows])
+        self.files = []
+        for run in self.runs:
+            name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
+            path = pathlib.Path(run_dir, run, name)
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            self.files.append(file)
+            self.add(file, first_update, file_version="brain.Event:2")
+            self.add(file, first_update, summary=text_pb("hyperparameters", table))
+            # Readers drop what an interrupted run had logged after this update.
+            self.add(file, first_update, 1, session_log={"status": "START"})
+        self.start = time.perf_counter()  # later by every pause
+        self.seconds = self.sps = None  # of training in this process
+
+    def add(self, file, update, offset=0, **content):
+        step = update * self.args.batch_size + offset
+        event = Event(wall_time=time.time(), step=step, **content)
+        with writing(file.name):
+            RecordWriter(file).write(event.SerializeToString())
+
+    def write(self, update, metrics):
+        """Writes {tag: [K]} of an update; values that are not finite are left out."""
+        for k, (run, file) in enumerate(zip(self.runs, self.files)):
+            values = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
+            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
+            self.add(file, update, summary={"value": entries})
+            if self.args.track:
+                named = {run + tag: value for tag, value in values.items()}
+                sys.modules["wandb"].log(named, step=update * self.args.batch_size)
+
+    def log(self, update, metrics):
+        """Takes the metrics of an update, without waiting for it."""
+        self.queue.append((update, metrics))
+        if len(self.queue) >= self.args.log_interval:
+            self.flush()
+
+    def flush(self):
+        """Waits for the updates of the queue and writes their metrics."""
+        rows, self.queue = jax.device_get(self.queue), []
+        if not rows:
+            return
+        update, metrics = rows[-1]
+        self.seconds = time.perf_counter() - self.start
+        steps = (update - self.first_update) * self.args.batch_size * self.args.num_seeds
+        self.sps = steps / self.seconds
+        metrics["charts/SPS"] = np.full(self.args.num_seeds, self.sps)
+        for row in rows:
+            self.write(*row)
+        failed = ~np.isfinite(metrics["losses/grad_norm"])
+        for k in np.flatnonzero(failed & ~self.failed):
+            print(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+        self.failed = failed
+        self.print_progress(update, metrics["charts/episodic_return"])
+
+    def print_progress(self, update, returns):
+        """One line, which on a terminal the next one replaces."""
+        done, step = update / self.args.num_updates, update * self.args.batch_size
+        left = self.seconds * (self.args.num_updates - update) / (update - self.first_update)
+        line = f"{step:,} steps ({done:.0%}), {left:.0f} s left, {self.sps:,.0f} SPS"
+        if np.isfinite(returns).any():
+            line += f", return {returns[np.isfinite(returns)].mean():.4g}"
+        print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+    def close(self):
+        """Leaves the line of progress; closes the event files and the run of Weights & Biases."""
+        print(end="\n" if sys.stdout.isatty() else "", flush=True)
+        for file in self.files:
+            file.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()
+
+
+def start_tracking(args, run_dir):
+    """Begins or continues the run of Weights & Biases that `Logger` writes to."""
+    try:
+        import wandb
+
+        name = run_dir.resolve().name
+        wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+    except Exception as error:  # not installed, no login, no network
+        raise Problem(f"--track: {error}") from error
+
+
+# --- Results ---
+
+
+def evaluation_scores(evaluation):
+    """{name: [K]} of an `Evaluation` of [K, ...]."""
+    returns, lengths = jax.device_get((evaluation.episode_return, evaluation.episode_length))
+    scores = {
+        "eval_return_mean": returns.mean(1),
+        "eval_return_std": returns.std(1),
+        "eval_length_mean": lengths.mean(1),
+        "success_rate": (returns > 0).mean(1),
+    }
+    if evaluation.trial_returns is not None:  # of the first, second, ... episode of a trial
+        rates = (jax.device_get(evaluation.trial_returns) > 0).mean(1)  # [K, C]
+        scores |= {f"success_rate_{c + 1}": rate for c, rate in enumerate(rates.T)}
+    return scores
+
+
+def evaluation_summary(args, scores):
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
+    means = {name: float(values.mean()) for name, values in scores.items()}
+    per_seed = {name: values.tolist() for name, values in scores.items()}
+    setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
+    return {**setting, **means, "per_seed": per_seed}
+
+
+def describe(args, scores):
+    """The result of an evaluation in a few words."""
+    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
+
+
+def try_video(args, evaluation, path):
+    """Records a video; what goes wrong there is a warning, so that nothing depends on it."""
+    if not hasattr(make_env(args), "render") or jax.process_index() > 0:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"video: {record_video(args, evaluation, path)}")
+    except Exception as error:
+        print(f"warning: no video: {error}", file=sys.stderr)
+
+
+def evaluate_run(args):
+    """`--eval`: writes the run's eval.json and a video, nothing else."""
+    run_dir = pathlib.Path(args.eval).resolve()
+    params = load_params(args, run_dir)
+    evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
+    evaluation = evaluate_seeds(params, evaluation_keys(args))
+    scores = evaluation_scores(evaluation)
+    print(describe(args, scores))
+    write_json(run_dir / "eval.json", evaluation_summary(args, scores))
+    try_video(args, evaluation, pathlib.Path(args.videos_dir, run_dir.name, "eval"))
+
+
+def print_envs():
+    """`--list-envs`."""
+    for env in ENVIRONMENTS.values():
+        size, mission = f"{env.width}x{env.height}", ", observes its mission"
+        line = f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps"
+        print(line + (mission if env.observes_mission else ""))
+
+
+# --- Main ---
+
+
+def main(words=None):
+    """Trains, goes on or evaluates as the command line says; raises `Problem`."""
+    begin = time.time()
+    args = parse_args(words)
+    if args.list_envs:
+        return print_envs()
+    if args.distributed:
+        args = join_processes(args)  # before anything else that JAX does
+    make_env(args)  # its errors show now
+    use_compilation_cache()
+    if args.eval is not None:
+        return evaluate_run(args)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.getpid()}"
+    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
+    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+
+    # --- Start, or go on ---
+    start = time.perf_counter()
+    mesh = make_mesh(args)
+    placed, everywhere = state_shardings(mesh), jax.NamedSharding(mesh, jax.P())
+    init = jax.jit(functools.partial(init_states, args), out_shardings=placed)
+    if args.resume:
+        state = load_checkpoint(run_dir, jax.eval_shape(init))
+        state = jax.jit(lambda state: state, out_shardings=placed)(state)
+        if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+            print(f"{run_dir} is finished; to evaluate it again: --eval {run_dir}")
+            return
+    if args.track:
+        start_tracking(args, run_dir)
+    if not args.resume:
+        state = init()
+    layout = dict(donate_argnums=0, out_shardings=(placed, everywhere))
+    run_update = jax.jit(over_seeds(functools.partial(update, args)), **layout)
+    run_evaluation = over_seeds(functools.partial(evaluate, args))
+    run_evaluation = jax.jit(run_evaluation, out_shardings=everywhere)
+    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
+    if not jax.config.jax_disable_jit:  # with which people debug
+        with jax.set_mesh(mesh):  # for `spread`
+            run_update = run_update.lower(state).compile()
+    compile_seconds = time.perf_counter() - start
+    if jax.process_index() > 0:
+        scratch = tempfile.TemporaryDirectory()
+        run_dir = pathlib.Path(scratch.name, name)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    joined = ("coordinator_address", "num_processes", "process_id", "resume")
+    flags = vars(args) | dict.fromkeys(joined) | {"distributed": False}
+    write_json(run_dir / "args.json", flags)
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
+
+    # --- Train ---
+    done, stop = int(state.update[0]), 0
+    logger = Logger(args, run_dir, done)
+    with contextlib.closing(logger):
+        try:
+            with remembered_signals() as signals:
+                while done < args.num_updates and not stop and not logger.failed.all():
+                    state, metrics = run_update(state)  # does not wait for the device
+                    done += 1
+                    logger.log(done, metrics)
+                    if not args.distributed or done % args.log_interval == 0:
+                        stop = agree_on_signal(signals)
+                    save_due = done % args.checkpoint_interval == 0
+                    eval_due = args.eval_interval > 0 and done % args.eval_interval == 0
+                    if done == args.num_updates or not (save_due or eval_due):
+                        continue  # what is due at the end comes below
+                    logger.flush()
+                    pause = time.perf_counter()
+                    if eval_due:
+                        evaluation = run_evaluation(state.params, evaluation_keys(args))
+                        score = evaluation_scores(evaluation)["eval_return_mean"]
+                        logger.write(done, {"eval/episodic_return": score})
+                    if eval_due and args.capture_video:
+                        step = done * args.batch_size
+                        try_video(args, evaluation, video_dir / f"step_{step}")
+                    if save_due and not logger.failed.all():
+                        save_checkpoint(run_dir, state)
+                    logger.start += time.perf_counter() - pause
+                logger.flush()
+                stop = agree_on_signal(signals)
+        except Problem:  # an event file cannot be written, say on a full disk
+            if not args.distributed:
+                save_checkpoint(run_dir, state)
+            raise
+        if logger.failed.all():
+            raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")
+        save_checkpoint(run_dir, state)
+        if stop:
+            print(f"interrupted at update {done}; to go on: --resume {shlex.quote(str(run_dir))}")
+            sys.exit(128 + stop)
+
+        # --- Evaluate and sum up ---
+        evaluation = run_evaluation(state.params, evaluation_keys(args))
+        scores = evaluation_scores(evaluation)
+        logger.write(done, {"eval/episodic_return": scores["eval_return_mean"]})
+    summary = {
+        "args": flags,
+        "total_timesteps": done * args.batch_size,
+        "failed_seeds": (args.seed + np.flatnonzero(logger.failed)).tolist(),
+        **evaluation_summary(args, scores),
+        "sps": logger.sps,
+        "compile_seconds": compile_seconds,
+        "train_seconds": logger.seconds,
+        "wall_seconds": time.time() - begin,
+        "device": jax.devices()[0].device_kind,
+        "jax_version": jax.__version__,
+    }
+    write_json(run_dir / "summary.json", summary)
+    print(f"run: {run_dir}\n{describe(args, scores)}, {summary['wall_seconds']:.1f} s in all")
+    try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
+
+
+# ==================================================================================================
+# Catalogue: the levels of all ids, what ends them, and pictures
+# ==================================================================================================
 
 # --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava. The
 #     action is what was done: Memory's agents, which cannot pick up, toggle instead ---
@@ -882,11 +2613,10 @@ def put_near_end(env, before, action, after):
     return success, (tries_to_drop & ~success) | ((action == PICKUP) & takes_wrong)
 
 
-# --- Generators of levels: (env, uniforms) -> Level ---
+# --- Generators of levels: (env, draw) -> Level; `draw` hands out random numbers: `Uniforms` ---
 
-# One call of the random number generator draws all uniforms of a level. Where Farama tries random
-# cells until one fits, `random_cell` draws once from the cells that fit: the same distribution.
-# Only `multi_room_level` still tries, and says how often it tries in vain.
+# Where Farama tries random cells until one fits, `random_cell` draws once from the cells that fit:
+# the same distribution. Only `multi_room_level` tries, and says how often it tries in vain.
 
 
 def below(uniform, n):
@@ -956,24 +2686,24 @@ def put_goal(env, grid):
     return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
 
 
-def empty_level(env, uniforms, random_start=False):
+def empty_level(env, draw, random_start=False):
     """A room with the goal in its bottom right corner, obstacles (if any) in other free cells."""
+    for_agent, for_direction = draw(2)
     grid = put_goal(env, make_room(env))
     position, direction = env.width + 1, 0
     if random_start:
-        position = random_cell(uniforms[0], grid)
-        direction = below(uniforms[1], 4)
+        position, direction = random_cell(for_agent, grid), below(for_direction, 4)
     obstacles = []
-    for uniform in uniforms[2 : 2 + env.num_obstacles]:
+    for uniform in draw(env.num_obstacles):
         obstacle = random_cell(uniform, grid, taken=position)
         grid = put(grid, obstacle, BLUE_BALL)
         obstacles.append(obstacle)
     return Level(grid, position, direction, marks=tuple(obstacles))
 
 
-def door_key_level(env, uniforms):
+def door_key_level(env, draw):
     """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
-    for_wall, for_door, for_agent, for_key, for_direction = uniforms[:5]
+    for_wall, for_door, for_agent, for_key, for_direction = draw(5)
     x, _ = coordinates(env)
     wall = 2 + below(for_wall, env.width - 4)
     door = (1 + below(for_door, env.height - 3)) * env.width + wall
@@ -985,28 +2715,27 @@ def door_key_level(env, uniforms):
     return Level(grid, position, below(for_direction, 4))
 
 
-def four_rooms_level(env, uniforms):
+def four_rooms_level(env, draw):
     """Four rooms joined by one gap in each wall; agent and goal in any free cells, gaps too."""
-    for_upper, for_lower, for_left, for_right, for_agent, for_goal, for_direction = uniforms[:7]
+    for_upper, for_lower, for_left, for_right, for_agent, for_goal, for_direction = draw(7)
     x, y = coordinates(env)
     middle = env.width // 2
-    upper_y = 1 + below(for_upper, middle - 1)
-    lower_y = 1 + below(for_lower, middle - 1) + middle
-    left_x = 1 + below(for_left, middle - 1)
-    right_x = 1 + below(for_right, middle - 1) + middle
+    gaps = [
+        (1 + below(for_upper, middle - 1)) * env.width + middle,
+        (1 + below(for_lower, middle - 1) + middle) * env.width + middle,
+        middle * env.width + 1 + below(for_left, middle - 1),
+        middle * env.width + 1 + below(for_right, middle - 1) + middle,
+    ]
     grid = make_room(env, (x == middle) | (y == middle))
-    grid = put(grid, upper_y * env.width + middle, EMPTY)
-    grid = put(grid, lower_y * env.width + middle, EMPTY)
-    grid = put(grid, middle * env.width + left_x, EMPTY)
-    grid = put(grid, middle * env.width + right_x, EMPTY)
+    grid = put(grid, jnp.stack(gaps), EMPTY)
     position = random_cell(for_agent, grid)
     grid = put(grid, random_cell(for_goal, grid, taken=position), GREEN_GOAL)
     return Level(grid, position, below(for_direction, 4))
 
 
-def lava_gap_level(env, uniforms):
+def lava_gap_level(env, draw):
     """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
-    for_x, for_y = uniforms[:2]
+    for_x, for_y = draw(2)
     x, y = coordinates(env)
     gap_x = 2 + below(for_x, env.width - 4)
     gap_y = 1 + below(for_y, env.height - 2)
@@ -1014,7 +2743,7 @@ def lava_gap_level(env, uniforms):
     return Level(put_goal(env, grid), position=env.width + 1, direction=0)
 
 
-def dist_shift_level(env, uniforms, second_row):
+def dist_shift_level(env, draw, second_row):
     """Two strips of lava, the second near the first or far from it; nothing is random."""
     x, y = coordinates(env)
     is_strip = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
@@ -1023,15 +2752,13 @@ def dist_shift_level(env, uniforms, second_row):
     return Level(grid, position=env.width + 1, direction=0)
 
 
-def crossing_level(env, uniforms, num_crossings, obstacle):
+def crossing_level(env, draw, num_crossings, obstacle):
     """Rivers of lava or wall on even rows and columns, with openings on a random way to the goal.
 
     The way goes right and down from room to room. Each river that it meets gets an opening, at a
     random place between the rivers that it has crossed before and those that it will cross next.
     """
-    for_river = uniforms[:num_crossings]
-    for_order = uniforms[num_crossings : 2 * num_crossings]
-    for_opening = uniforms[2 * num_crossings : 3 * num_crossings]
+    for_river, for_order, for_opening = draw(3, num_crossings)
     x, y = coordinates(env)
     lines = np.arange(2, env.width - 2, 2)  # where rivers may be, in columns and in rows
 
@@ -1065,12 +2792,12 @@ def crossing_level(env, uniforms, num_crossings, obstacle):
     return Level(grid, position=env.width + 1, direction=0)
 
 
-def memory_level(env, uniforms, random_length=False):
+def memory_level(env, draw, random_length=False):
     """A key or ball in the start room; a hallway to a junction with one of each: go to the same.
 
     Marks: the cells beside the matching and beside the other object.
     """
-    for_length, for_object, for_side, for_agent = uniforms[:4]
+    for_length, for_object, for_side, for_agent = draw(4)
     x, y = coordinates(env)
     middle = env.height // 2
     end = env.width - 3  # of the hallway
@@ -1095,39 +2822,51 @@ def memory_level(env, uniforms, random_length=False):
     return Level(grid, position, direction=0, marks=marks)
 
 
-def unlock_level(env, uniforms, box=False, ball=False):
-    """Two rooms, a locked door between them; key and agent in the left one. Mark: the door.
+def two_rooms(env, for_door, for_colour, for_key, for_behind, for_agent, key, before, behind):
+    """Two rooms, a locked door between them; agent and key in the left one. Mark: the door.
 
-    A box may lie in the right room, a ball before the door.
+    `key` is KEY or KEY_BOX, `before` lies before the door, `behind` in the right room.
     """
-    for_door, for_colour, for_box, for_box_colour, for_ball, for_key, for_agent = uniforms[:7]
     x, y = coordinates(env)
     wall = 5
     door = (1 + below(for_door, 4)) * env.width + wall
     colour = below(for_colour, 6)
-    grid = make_room(env, x == wall)
-    grid = put(grid, door, DOOR_LOCKED + colour)
-    box_colour = below(for_box_colour, 6)
-    if box:
-        # Not on or beside the middle of the right room, where Farama's RoomGrid has the agent for
-        # the moment.
-        distance = abs(x - 8) + abs(y - 3)
-        cell = random_cell(for_box, grid, (x > wall) & (distance > 1))
-        grid = put(grid, cell, BOX + box_colour)
-    if ball:
-        grid = put(grid, door - 1, BALL + below(for_ball, 6))
-    grid = put(grid, random_cell(for_key, grid, x < wall), KEY + colour)
+    grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
+    grid = put(grid, door - 1, before)
+    grid = put(grid, random_cell(for_key, grid, x < wall), key + colour)
+    # Not on or beside the middle of the right room, where Farama's RoomGrid has the agent for the
+    # moment.
+    is_far = (x > wall) & (abs(x - 8) + abs(y - 3) > 1)
+    grid = put(grid, random_cell(for_behind, grid, is_far), behind)
     position, direction = random_agent(env, for_agent, grid, x < wall)
-    mission = (box_colour,) if box else ()
-    return Level(grid, position, direction, marks=(door,), mission=mission)
+    return Level(grid, position, direction, marks=(door,))
 
 
-def red_blue_doors_level(env, uniforms):
+def unlock_level(env, draw, box=False, ball=False):
+    """`two_rooms`; a box may lie in the right room, a ball before the door."""
+    for_door, for_colour, for_box, for_box_colour, for_ball, for_key, for_agent = draw(7)
+    uniforms = for_door, for_colour, for_key, for_box, for_agent
+    box_colour = below(for_box_colour, 6)
+    before = BALL + below(for_ball, 6) if ball else EMPTY
+    if not box:
+        return two_rooms(env, *uniforms, key=KEY, before=before, behind=EMPTY)
+    level = two_rooms(env, *uniforms, key=KEY, before=before, behind=BOX + box_colour)
+    return level._replace(mission=(box_colour,))
+
+
+def obstructed_pair_level(env, draw, hidden, blocked=False):
+    """`two_rooms`, the blue ball in the right; the key maybe in a box, a ball before the door."""
+    key, before = KEY_BOX if hidden else KEY, BALL + GREEN if blocked else EMPTY
+    level = two_rooms(env, *draw(5), key=key, before=before, behind=BLUE_BALL)
+    return level._replace(marks=())
+
+
+def red_blue_doors_level(env, draw):
     """A room in the middle, a red door in its left and a blue one in its right wall, agent inside.
 
     Marks: the red and the blue door.
     """
-    for_red, for_blue, for_agent, for_direction = uniforms[:4]
+    for_red, for_blue, for_agent, for_direction = draw(4)
     x, _ = coordinates(env)
     left = env.height // 2
     right = left + env.height - 1
@@ -1140,14 +2879,14 @@ def red_blue_doors_level(env, uniforms):
     return Level(grid, position, below(for_direction, 4), marks=(red, blue))
 
 
-def key_corridor_level(env, uniforms):
+def key_corridor_level(env, draw):
     """Rooms left and right of a hallway: a key on the left, a ball in a locked room on the right.
 
     Farama's `connect_all` adds doors in a random order until every room can be reached. So give
     each possible door a random time at which it opens, and open those up to the moment at which the
     last room is reached.
     """
-    for_lock, for_key, for_key_colour, for_ball, for_agent = uniforms[:5]
+    for_lock, for_key, for_key_colour, for_ball, for_agent = draw(5)
     x, y = coordinates(env)
     pitch = (env.width - 1) // 3  # from one wall to the next
     inside = pitch - 1  # cells between them
@@ -1157,9 +2896,7 @@ def key_corridor_level(env, uniforms):
     grid = make_room(env, (x % pitch == 0) | ((y % pitch == 0) & ~is_hallway))
 
     # --- Possible doors [rows, 4]: left and right room to the hallway, left and right downwards ---
-    num_doors = 4 * num_rows
-    open_time = uniforms[5 : 5 + num_doors].reshape(num_rows, 4)
-    for_door = uniforms[5 + num_doors : 5 + 2 * num_doors].reshape(num_rows, 4)
+    open_time, for_door = draw(2, num_rows, 4)
     door_colour, door_place = several_below(for_door, 6, inside)
     along = door_place + 1  # from the corner of the room
     sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([1, 2]) * pitch
@@ -1205,10 +2942,10 @@ def key_corridor_level(env, uniforms):
     return Level(grid, position, direction, mission=(ball_colour,))
 
 
-def locked_room_level(env, uniforms):
+def locked_room_level(env, draw):
     """Three rooms on each side of a hallway; one is locked and holds the goal, another its key."""
-    for_locked, for_key, for_goal_cell, for_key_cell, for_colours = uniforms[:5]
-    for_agent, for_direction = uniforms[5:7]
+    for_locked, for_key, for_goal_cell, for_key_cell, for_colours = draw(5)
+    for_agent, for_direction = draw(2)
     x, y = coordinates(env)
     left, right = env.width // 2 - 2, env.width // 2 + 2  # the hallway's walls
     pitch = env.height // 3
@@ -1239,13 +2976,12 @@ def locked_room_level(env, uniforms):
     return Level(grid, position, below(for_direction, 4), mission=mission)
 
 
-def playground_level(env, uniforms):
+def playground_level(env, draw):
     """Nine rooms, a door in each wall between two of them, twelve objects anywhere; no goal."""
     num_objects = 12
-    for_agent, for_direction = uniforms[:2]
-    for_door = uniforms[2:14].reshape(2, 3, 2)
-    for_object = uniforms[14 : 14 + num_objects]
-    for_cell = uniforms[14 + num_objects : 14 + 2 * num_objects]
+    for_agent, for_direction = draw(2)
+    for_door = draw(2, 3, 2)
+    for_object, for_cell = draw(2, num_objects)
     x, y = coordinates(env)
     pitch = env.width // 3
     grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
@@ -1274,29 +3010,8 @@ def in_room(env, column, row, pitch):
     return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
 
 
-def obstructed_pair_level(env, uniforms, hidden, blocked=False):
-    """Two rooms, a locked door between them; agent and key in the left, the blue ball in the right.
-
-    The key may be hidden in a box, the door blocked by a green ball.
-    """
-    for_door, for_colour, for_key, for_ball, for_agent = uniforms[:5]
-    x, y = coordinates(env)
-    wall = 5
-    door = (1 + below(for_door, 4)) * env.width + wall
-    colour = below(for_colour, 6)
-    grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
-    if blocked:
-        grid = put(grid, door - 1, BALL + GREEN)
-    key = (KEY_BOX if hidden else KEY) + colour
-    grid = put(grid, random_cell(for_key, grid, x < wall), key)
-    distance = abs(x - 8) + abs(y - 3)  # not on or beside the middle: see `unlock_level`
-    grid = put(grid, random_cell(for_ball, grid, (x > wall) & (distance > 1)), BLUE_BALL)
-    position, direction = random_agent(env, for_agent, grid, x < wall)
-    return Level(grid, position, direction)
-
-
 def obstructed_maze_level(
-    env, uniforms, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
+    env, draw, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
 ):
     """Nine rooms, the blue ball in one of `num_quarters` corners, behind locked doors.
 
@@ -1305,9 +3020,9 @@ def obstructed_maze_level(
     doors. Without `keys_last` a key may lie where the ball before the next door comes to be: then
     it is gone, as in Farama's -v0, and the level may have no solution.
     """
-    for_colours, for_ball_corner, for_ball_place, for_agent = uniforms[:4]
-    for_middle_door = uniforms[4 : 4 + num_quarters]
-    for_side = uniforms[4 + num_quarters : 4 + 5 * num_quarters].reshape(num_quarters, 2, 2)
+    for_colours, for_ball_corner, for_ball_place, for_agent = draw(4)
+    for_middle_door = draw(num_quarters)
+    for_side = draw(num_quarters, 2, 2)
     x, y = coordinates(env)
     pitch = 5
     grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
@@ -1366,7 +3081,7 @@ class Rooms(NamedTuple):
     height: jax.Array
 
 
-def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
+def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     """A chain of rooms of random sizes, doors between them; agent in the first, goal in the last.
 
     Farama adds room to room, each with up to eight tries to fit it in, and begins anew until it has
@@ -1374,17 +3089,13 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
     counts, which has the same distribution. That none is whole has a probability below 4e-7 with
     the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
     chain, with the goal in its last room.
-
-    With R rooms and C chains this takes 24 C (R - 1) + 2 C + R + 2 uniforms.
     """
     num_tries = 8
     sizes = max_size - 3  # from 4 to `max_size`, walls included
-    for_left, for_top = uniforms[: 2 * num_chains].reshape(2, num_chains)
-    end_of_tries = 2 * num_chains + 3 * (num_rooms - 1) * num_chains * num_tries
-    for_tries = uniforms[2 * num_chains : end_of_tries]
-    for_tries = for_tries.reshape(3, num_rooms - 1, num_chains, num_tries)
-    for_start = uniforms[end_of_tries : end_of_tries + 3]
-    for_doors = uniforms[end_of_tries + 3 : end_of_tries + 3 + num_rooms - 1]
+    for_left, for_top = draw(2, num_chains)
+    for_tries = draw(3, num_rooms - 1, num_chains, num_tries)
+    for_agent, for_direction, for_goal = draw(3)
+    for_doors = draw(num_rooms - 1)
 
     # --- The first rooms [chains]: one of all places and sizes that fit in ---
     # Farama's check leaves the last row of the grid free, and so does this.
@@ -1463,18 +3174,16 @@ def multi_room_level(env, uniforms, num_rooms, max_size, num_chains):
         with_door = put(grid, door, DOOR_CLOSED + colour)
         grid = jnp.where(number + 1 < length, with_door, grid)
 
-    for_agent, for_direction, for_goal = for_start
     position = random_cell(for_agent, grid, is_inside[0])
     goal = random_cell(for_goal, grid, at(is_inside, length - 1), taken=position)
     grid = put(grid, goal, GREEN_GOAL)
     return Level(grid, position, below(for_direction, 4))
 
 
-def fetch_level(env, uniforms, num_objects):
+def fetch_level(env, draw, num_objects):
     """Keys and balls; one of them is to be fetched (or another that looks the same)."""
-    for_agent, for_direction, for_target, for_verb = uniforms[:4]
-    for_object = uniforms[4 : 4 + num_objects]
-    for_cell = uniforms[4 + num_objects : 4 + 2 * num_objects]
+    for_agent, for_direction, for_target, for_verb = draw(4)
+    for_object, for_cell = draw(2, num_objects)
     colours, kinds = several_below(for_object, 6, 2)
     objects = KEY + 8 * kinds + colours  # key or ball
     grid = make_room(env)
@@ -1487,10 +3196,10 @@ def fetch_level(env, uniforms, num_objects):
     return Level(grid, position, below(for_direction, 4), mission=mission)
 
 
-def go_to_door_level(env, uniforms):
+def go_to_door_level(env, draw):
     """A room of random size, doors of four colours in its walls. Mark: the door of the mission."""
-    for_size, for_upper, for_lower, for_left, for_right, for_colours = uniforms[:6]
-    for_agent, for_direction, for_target = uniforms[6:9]
+    for_size, for_upper, for_lower, for_left, for_right, for_colours = draw(6)
+    for_agent, for_direction, for_target = draw(3)
     x, y = coordinates(env)
     more_width, more_height = several_below(for_size, env.width - 4, env.height - 4)
     width, height = more_width + 5, more_height + 5
@@ -1513,17 +3222,17 @@ def go_to_door_level(env, uniforms):
     return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=(colour,))
 
 
-def different_objects(env, uniforms, grid, num_objects, apart=False):
+def different_objects(env, draw, grid, num_objects, apart=False):
     """Puts keys, balls and boxes, no two alike, into free cells of a grid.
 
-    With `apart` no two are neighbours, not even at corners. Takes 2 uniforms for each. Returns
-    (grid, objects [num_objects], their cells [num_objects]).
+    With `apart` no two are neighbours, not even at corners. Returns (grid, objects [num_objects],
+    their cells [num_objects]).
     """
     x, y = coordinates(env)
     numbers = np.arange(3 * 6)
     is_unused, is_apart = np.ones(3 * 6, bool), True
     objects, cells = [], []
-    for for_object, for_cell in uniforms[: 2 * num_objects].reshape(num_objects, 2):
+    for for_object, for_cell in draw(num_objects, 2):
         number = pick(for_object, is_unused)
         cell = random_cell(for_cell, grid, is_apart)
         is_unused = is_unused & (numbers != number)
@@ -1536,10 +3245,10 @@ def different_objects(env, uniforms, grid, num_objects, apart=False):
     return grid, jnp.stack(objects), jnp.stack(cells)
 
 
-def go_to_object_level(env, uniforms, num_objects):
+def go_to_object_level(env, draw, num_objects):
     """Things, one of which is the mission's. Mark: where that one is."""
-    for_agent, for_direction, for_target = uniforms[:3]
-    grid, objects, cells = different_objects(env, uniforms[3:], make_room(env), num_objects)
+    for_agent, for_direction, for_target = draw(3)
+    grid, objects, cells = different_objects(env, draw, make_room(env), num_objects)
     position = random_cell(for_agent, grid)
     target = below(for_target, num_objects)
     mission = words_of(at(objects, target))
@@ -1547,11 +3256,11 @@ def go_to_object_level(env, uniforms, num_objects):
     return Level(grid, position, below(for_direction, 4), marks=(mark,), mission=mission)
 
 
-def put_near_level(env, uniforms, num_objects):
+def put_near_level(env, draw, num_objects):
     """Things apart from each other; one is to be put near another. Mark: where that one is."""
-    for_agent, for_direction, for_moved, for_target = uniforms[:4]
+    for_agent, for_direction, for_moved, for_target = draw(4)
     grid = make_room(env)
-    grid, objects, cells = different_objects(env, uniforms[4:], grid, num_objects, apart=True)
+    grid, objects, cells = different_objects(env, draw, grid, num_objects, apart=True)
     position = random_cell(for_agent, grid)
     moved = below(for_moved, num_objects)
     target = (moved + 1 + below(for_target, num_objects - 1)) % num_objects
@@ -1563,10 +3272,7 @@ def put_near_level(env, uniforms, num_objects):
 # --- The ids ---
 
 
-def variant(level, **options):
-    """A generator of levels with some of its options set."""
-    return functools.partial(level, **options)
-
+variant = functools.partial  # a generator of levels with some of its options set
 
 RANDOM_EMPTY = variant(empty_level, random_start=True)
 LAVA_CROSSING = variant(crossing_level, obstacle=RED_LAVA)
@@ -1601,13 +3307,13 @@ MEMORY = {
 UNLOCK = {"end_rule": door_end, "sentence": "open the door"}
 TAKE_BOX = {"end_rule": take_box_end, "sentence": "pick up the {} box"}
 TAKE_BALL = {"end_rule": take_ball_end, "sentence": "pick up the {} ball"}
-TAKE_BLUE_BALL = {"end_rule": take_blue_ball_end, "sentence": "pick up the blue ball"}
+TAKE_BLUE = {"end_rule": take_blue_ball_end, "sentence": "pick up the blue ball"}
 RED_BLUE = {"end_rule": red_blue_end, "sentence": "open the red door then the blue door"}
 LOCKED_ROOM = {
     "sentence": "get the {0} key from the {1} room, unlock the {0} door and go to the goal"
 }
 ROOMS = {"sentence": "traverse the rooms to get to the goal"}
-PLAY = {"sentence": "", "num_uniforms": 38}
+PLAY = {"sentence": ""}
 MISSION = {"observes_mission": True, "see_through_walls": True}
 FETCH = MISSION | {"end_rule": fetch_end, "sentence": "{} {} {}"}
 GO_TO_DOOR = MISSION | {"end_rule": go_to_end, "sentence": "go to the {} door"}
@@ -1622,261 +3328,88 @@ def moving(num_obstacles):
 
 TABLE = [
     # name, width, height, time limit, generator of levels, fields of `MiniGrid` that differ
-    ("Empty-5x5", 5, 5, 100, empty_level, OPEN),
-    ("Empty-6x6", 6, 6, 144, empty_level, OPEN),
-    ("Empty-8x8", 8, 8, 256, empty_level, OPEN),
-    ("Empty-16x16", 16, 16, 1024, empty_level, OPEN),
-    ("Empty-Random-5x5", 5, 5, 100, RANDOM_EMPTY, OPEN),
-    ("Empty-Random-6x6", 6, 6, 144, RANDOM_EMPTY, OPEN),
-    ("Dynamic-Obstacles-5x5", 5, 5, 100, empty_level, moving(2)),
-    ("Dynamic-Obstacles-6x6", 6, 6, 144, empty_level, moving(3)),
-    ("Dynamic-Obstacles-8x8", 8, 8, 256, empty_level, moving(4)),
-    ("Dynamic-Obstacles-16x16", 16, 16, 1024, empty_level, moving(8)),
-    ("Dynamic-Obstacles-Random-5x5", 5, 5, 100, RANDOM_EMPTY, moving(2)),
-    ("Dynamic-Obstacles-Random-6x6", 6, 6, 144, RANDOM_EMPTY, moving(3)),
-    ("DoorKey-5x5", 5, 5, 250, door_key_level, USE_KEY),
-    ("DoorKey-6x6", 6, 6, 360, door_key_level, USE_KEY),
-    ("DoorKey-8x8", 8, 8, 640, door_key_level, USE_KEY),
-    ("DoorKey-16x16", 16, 16, 2560, door_key_level, USE_KEY),
-    ("FourRooms", 19, 19, 100, four_rooms_level, ANY_GOAL),
-    ("LavaGapS5", 5, 5, 100, lava_gap_level, AVOID_LAVA),
-    ("LavaGapS6", 6, 6, 144, lava_gap_level, AVOID_LAVA),
-    ("LavaGapS7", 7, 7, 196, lava_gap_level, AVOID_LAVA),
-    ("DistShift1", 9, 7, 252, variant(dist_shift_level, second_row=2), OPEN),
-    ("DistShift2", 9, 7, 252, variant(dist_shift_level, second_row=5), OPEN),
-    ("LavaCrossingS9N1", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), AVOID_LAVA),
-    ("LavaCrossingS9N2", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), AVOID_LAVA),
-    ("LavaCrossingS9N3", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), AVOID_LAVA),
-    ("LavaCrossingS11N5", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), AVOID_LAVA),
-    ("SimpleCrossingS9N1", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), FIND_OPENING),
-    ("SimpleCrossingS9N2", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), FIND_OPENING),
-    ("SimpleCrossingS9N3", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), FIND_OPENING),
-    ("SimpleCrossingS11N5", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), FIND_OPENING),
-    ("MemoryS7", 7, 7, 245, memory_level, MEMORY),
-    ("MemoryS9", 9, 9, 405, memory_level, MEMORY),
-    ("MemoryS11", 11, 11, 605, memory_level, MEMORY),
-    ("MemoryS13", 13, 13, 845, memory_level, MEMORY),
-    ("MemoryS13Random", 13, 13, 845, RANDOM_MEMORY, MEMORY),
-    ("MemoryS17Random", 17, 17, 1445, RANDOM_MEMORY, MEMORY),
-    ("Unlock", 11, 6, 288, unlock_level, UNLOCK),
-    ("UnlockPickup", 11, 6, 288, BOX_BEHIND, TAKE_BOX),
-    ("BlockedUnlockPickup", 11, 6, 576, BALL_BEFORE, TAKE_BOX),
-    ("RedBlueDoors-6x6", 12, 6, 720, red_blue_doors_level, RED_BLUE),
-    ("RedBlueDoors-8x8", 16, 8, 1280, red_blue_doors_level, RED_BLUE),
-    ("KeyCorridorS3R1", 7, 3, 270, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS3R2", 7, 5, 270, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS3R3", 7, 7, 270, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS4R3", 10, 10, 480, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS5R3", 13, 13, 750, key_corridor_level, TAKE_BALL),
-    ("KeyCorridorS6R3", 16, 16, 1080, key_corridor_level, TAKE_BALL),
-    ("LockedRoom", 19, 19, 190, locked_room_level, LOCKED_ROOM),
-    ("MultiRoom-N2-S4", 25, 25, 40, TWO_ROOMS, ROOMS | {"num_uniforms": 82}),
+    ("Empty-5x5-v0", 5, 5, 100, empty_level, OPEN),
+    ("Empty-6x6-v0", 6, 6, 144, empty_level, OPEN),
+    ("Empty-8x8-v0", 8, 8, 256, empty_level, OPEN),
+    ("Empty-16x16-v0", 16, 16, 1024, empty_level, OPEN),
+    ("Empty-Random-5x5-v0", 5, 5, 100, RANDOM_EMPTY, OPEN),
+    ("Empty-Random-6x6-v0", 6, 6, 144, RANDOM_EMPTY, OPEN),
+    ("Dynamic-Obstacles-5x5-v0", 5, 5, 100, empty_level, moving(2)),
+    ("Dynamic-Obstacles-6x6-v0", 6, 6, 144, empty_level, moving(3)),
+    ("Dynamic-Obstacles-8x8-v0", 8, 8, 256, empty_level, moving(4)),
+    ("Dynamic-Obstacles-16x16-v0", 16, 16, 1024, empty_level, moving(8)),
+    ("Dynamic-Obstacles-Random-5x5-v0", 5, 5, 100, RANDOM_EMPTY, moving(2)),
+    ("Dynamic-Obstacles-Random-6x6-v0", 6, 6, 144, RANDOM_EMPTY, moving(3)),
+    ("DoorKey-5x5-v0", 5, 5, 250, door_key_level, USE_KEY),
+    ("DoorKey-6x6-v0", 6, 6, 360, door_key_level, USE_KEY),
+    ("DoorKey-8x8-v0", 8, 8, 640, door_key_level, USE_KEY),
+    ("DoorKey-16x16-v0", 16, 16, 2560, door_key_level, USE_KEY),
+    ("FourRooms-v0", 19, 19, 100, four_rooms_level, ANY_GOAL),
+    ("LavaGapS5-v0", 5, 5, 100, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS6-v0", 6, 6, 144, lava_gap_level, AVOID_LAVA),
+    ("LavaGapS7-v0", 7, 7, 196, lava_gap_level, AVOID_LAVA),
+    ("DistShift1-v0", 9, 7, 252, variant(dist_shift_level, second_row=2), OPEN),
+    ("DistShift2-v0", 9, 7, 252, variant(dist_shift_level, second_row=5), OPEN),
+    ("LavaCrossingS9N1-v0", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=1), AVOID_LAVA),
+    ("LavaCrossingS9N2-v0", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=2), AVOID_LAVA),
+    ("LavaCrossingS9N3-v0", 9, 9, 324, variant(LAVA_CROSSING, num_crossings=3), AVOID_LAVA),
+    ("LavaCrossingS11N5-v0", 11, 11, 484, variant(LAVA_CROSSING, num_crossings=5), AVOID_LAVA),
+    ("SimpleCrossingS9N1-v0", 9, 9, 324, variant(WALL_CROSSING, num_crossings=1), FIND_OPENING),
+    ("SimpleCrossingS9N2-v0", 9, 9, 324, variant(WALL_CROSSING, num_crossings=2), FIND_OPENING),
+    ("SimpleCrossingS9N3-v0", 9, 9, 324, variant(WALL_CROSSING, num_crossings=3), FIND_OPENING),
+    ("SimpleCrossingS11N5-v0", 11, 11, 484, variant(WALL_CROSSING, num_crossings=5), FIND_OPENING),
+    ("MemoryS7-v0", 7, 7, 245, memory_level, MEMORY),
+    ("MemoryS9-v0", 9, 9, 405, memory_level, MEMORY),
+    ("MemoryS11-v0", 11, 11, 605, memory_level, MEMORY),
+    ("MemoryS13-v0", 13, 13, 845, memory_level, MEMORY),
+    ("MemoryS13Random-v0", 13, 13, 845, RANDOM_MEMORY, MEMORY),
+    ("MemoryS17Random-v0", 17, 17, 1445, RANDOM_MEMORY, MEMORY),
+    ("Unlock-v0", 11, 6, 288, unlock_level, UNLOCK),
+    ("UnlockPickup-v0", 11, 6, 288, BOX_BEHIND, TAKE_BOX),
+    ("BlockedUnlockPickup-v0", 11, 6, 576, BALL_BEFORE, TAKE_BOX),
+    ("RedBlueDoors-6x6-v0", 12, 6, 720, red_blue_doors_level, RED_BLUE),
+    ("RedBlueDoors-8x8-v0", 16, 8, 1280, red_blue_doors_level, RED_BLUE),
+    ("KeyCorridorS3R1-v0", 7, 3, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R2-v0", 7, 5, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS3R3-v0", 7, 7, 270, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS4R3-v0", 10, 10, 480, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS5R3-v0", 13, 13, 750, key_corridor_level, TAKE_BALL),
+    ("KeyCorridorS6R3-v0", 16, 16, 1080, key_corridor_level, TAKE_BALL),
+    ("LockedRoom-v0", 19, 19, 190, locked_room_level, LOCKED_ROOM),
+    ("MultiRoom-N2-S4-v0", 25, 25, 40, TWO_ROOMS, ROOMS),
     # Farama's N4-S5-v0 has six rooms, whatever its name says; v1 has four.
-    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS | {"num_uniforms": 1960}),
-    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS | {"num_uniforms": 746}),
-    ("MultiRoom-N6", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS | {"num_uniforms": 4888}),
-    ("ObstructedMaze-1Dl", 11, 6, 288, ONE_DOOR, TAKE_BLUE_BALL),
-    ("ObstructedMaze-1Dlh", 11, 6, 288, ONE_DOOR_HIDDEN, TAKE_BLUE_BALL),
-    ("ObstructedMaze-1Dlhb", 11, 6, 288, ONE_DOOR_BLOCKED, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Dl", 16, 16, 576, TWO_DOORS, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Dlh", 16, 16, 576, TWO_DOORS_HIDDEN, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Dlhb-v0", 16, 16, 576, TWO_DOORS_BLOCKED, TAKE_BLUE_BALL),
-    (
-        "ObstructedMaze-2Dlhb-v1",
-        16,
-        16,
-        576,
-        variant(TWO_DOORS_BLOCKED, keys_last=True),
-        TAKE_BLUE_BALL,
-    ),
-    ("ObstructedMaze-1Q-v0", 16, 16, 720, ONE_QUARTER, TAKE_BLUE_BALL),
-    ("ObstructedMaze-1Q-v1", 16, 16, 720, variant(ONE_QUARTER, keys_last=True), TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Q-v0", 16, 16, 1584, TWO_QUARTERS, TAKE_BLUE_BALL),
-    ("ObstructedMaze-2Q-v1", 16, 16, 1584, variant(TWO_QUARTERS, keys_last=True), TAKE_BLUE_BALL),
-    ("ObstructedMaze-Full-v0", 16, 16, 3600, FOUR_QUARTERS, TAKE_BLUE_BALL),
-    (
-        "ObstructedMaze-Full-v1",
-        16,
-        16,
-        3600,
-        variant(FOUR_QUARTERS, keys_last=True),
-        TAKE_BLUE_BALL,
-    ),
-    ("Playground", 19, 19, 100, playground_level, PLAY),
-    ("Fetch-5x5-N2", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
-    ("Fetch-6x6-N2", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
-    ("Fetch-8x8-N3", 8, 8, 320, variant(fetch_level, num_objects=3), FETCH),
-    ("GoToDoor-5x5", 5, 5, 100, go_to_door_level, GO_TO_DOOR),
-    ("GoToDoor-6x6", 6, 6, 144, go_to_door_level, GO_TO_DOOR),
-    ("GoToDoor-8x8", 8, 8, 256, go_to_door_level, GO_TO_DOOR),
-    ("GoToObject-6x6-N2", 6, 6, 180, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
-    ("GoToObject-8x8-N2", 8, 8, 320, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
-    ("PutNear-6x6-N2", 6, 6, 30, variant(put_near_level, num_objects=2), PUT_NEAR),
-    ("PutNear-8x8-N3", 8, 8, 40, variant(put_near_level, num_objects=3), PUT_NEAR),
+    ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS),
+    ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS),
+    ("MultiRoom-N6-v0", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS),
+    ("ObstructedMaze-1Dl-v0", 11, 6, 288, ONE_DOOR, TAKE_BLUE),
+    ("ObstructedMaze-1Dlh-v0", 11, 6, 288, ONE_DOOR_HIDDEN, TAKE_BLUE),
+    ("ObstructedMaze-1Dlhb-v0", 11, 6, 288, ONE_DOOR_BLOCKED, TAKE_BLUE),
+    ("ObstructedMaze-2Dl-v0", 16, 16, 576, TWO_DOORS, TAKE_BLUE),
+    ("ObstructedMaze-2Dlh-v0", 16, 16, 576, TWO_DOORS_HIDDEN, TAKE_BLUE),
+    ("ObstructedMaze-2Dlhb-v0", 16, 16, 576, TWO_DOORS_BLOCKED, TAKE_BLUE),
+    ("ObstructedMaze-2Dlhb-v1", 16, 16, 576, variant(TWO_DOORS_BLOCKED, keys_last=True), TAKE_BLUE),
+    ("ObstructedMaze-1Q-v0", 16, 16, 720, ONE_QUARTER, TAKE_BLUE),
+    ("ObstructedMaze-1Q-v1", 16, 16, 720, variant(ONE_QUARTER, keys_last=True), TAKE_BLUE),
+    ("ObstructedMaze-2Q-v0", 16, 16, 1584, TWO_QUARTERS, TAKE_BLUE),
+    ("ObstructedMaze-2Q-v1", 16, 16, 1584, variant(TWO_QUARTERS, keys_last=True), TAKE_BLUE),
+    ("ObstructedMaze-Full-v0", 16, 16, 3600, FOUR_QUARTERS, TAKE_BLUE),
+    ("ObstructedMaze-Full-v1", 16, 16, 3600, variant(FOUR_QUARTERS, keys_last=True), TAKE_BLUE),
+    ("Playground-v0", 19, 19, 100, playground_level, PLAY),
+    ("Fetch-5x5-N2-v0", 5, 5, 125, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-6x6-N2-v0", 6, 6, 180, variant(fetch_level, num_objects=2), FETCH),
+    ("Fetch-8x8-N3-v0", 8, 8, 320, variant(fetch_level, num_objects=3), FETCH),
+    ("GoToDoor-5x5-v0", 5, 5, 100, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-6x6-v0", 6, 6, 144, go_to_door_level, GO_TO_DOOR),
+    ("GoToDoor-8x8-v0", 8, 8, 256, go_to_door_level, GO_TO_DOOR),
+    ("GoToObject-6x6-N2-v0", 6, 6, 180, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("GoToObject-8x8-N2-v0", 8, 8, 320, variant(go_to_object_level, num_objects=2), GO_TO_OBJECT),
+    ("PutNear-6x6-N2-v0", 6, 6, 30, variant(put_near_level, num_objects=2), PUT_NEAR),
+    ("PutNear-8x8-N3-v0", 8, 8, 40, variant(put_near_level, num_objects=3), PUT_NEAR),
 ]
 ENVIRONMENTS = {
-    full_id(name): MiniGrid(full_id(name), width, height, limit, level, **fields)
+    f"MiniGrid-{name}": MiniGrid(f"MiniGrid-{name}", width, height, limit, level, **fields)
     for name, width, height, limit, level, fields in TABLE
 }
-
-
-def find_env(env_id):
-    """The environment of an id; UsageError with the nearest ids where there is none.
-
-    Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
-    """
-    name = full_id(env_id)
-    for known in (name, name.removesuffix("-v1") + "-v0"):
-        if known in ENVIRONMENTS:
-            return ENVIRONMENTS[known]
-    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
-    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-    raise UsageError(f"{message} (--list-envs lists all)")
-
-
-# --- Tasks of XLand-MiniGrid ---
-
-
-class XLand:
-    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
-
-    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
-    others when they come near each other or to the agent. The agent observes none of the rules, nor
-    the goal: only the reward tells what they are. To find that out in the first episode and use it
-    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
-    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
-
-    | what        | value                                                                        |
-    | ----------- | ---------------------------------------------------------------------------- |
-    | state       | its `TimeStep`, which contains the observation                               |
-    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
-    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
-    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
-    | terminated  | the goal is reached                                                          |
-    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
-    """
-
-    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises UsageError where the arguments do not fit or xminigrid is not installed."""
-        if importlib.util.find_spec("xminigrid") is None:
-            raise UsageError(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
-        import xminigrid
-        from xminigrid.core import constants
-
-        known = xminigrid.registered_environments()
-        name = env_id if env_id in known else env_id.removeprefix(XLAND)
-        if name not in known:
-            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
-            raise UsageError(message)
-        self.env, self.params = xminigrid.make(name)
-        self.benchmark = None
-        has_rulesets = hasattr(self.params, "ruleset")
-        if has_rulesets != (benchmark_id is not None):
-            needs = "needs" if has_rulesets else "has no rulesets, so no"
-            raise UsageError(f"--env-id {env_id} {needs} --benchmark-id")
-        if has_rulesets:
-            self.benchmark = load_rulesets(benchmark_id)
-            count = self.benchmark.num_rulesets()
-            if ruleset_id is not None and not 0 <= ruleset_id < count:
-                raise UsageError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
-        self.ruleset_id = ruleset_id
-        self.num_actions = self.env.num_actions(self.params)
-        self.max_episode_steps = self.params.max_steps
-        self.width = self.params.width
-        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
-
-    def reset(self, key):
-        """A start state, drawn with a PRNG key."""
-        ruleset_key, places_key = jax.random.split(key)
-        params = self.params
-        if self.benchmark is not None:
-            ruleset_id = self.ruleset_id
-            if ruleset_id is None:
-                count = self.benchmark.num_rulesets()
-                ruleset_id = jax.random.randint(ruleset_key, (), 0, count)
-            params = params.replace(ruleset=self.benchmark.get_ruleset(ruleset_id))
-        start = self.env.reset(params, places_key)
-        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
-
-    def step(self, key, state, action):
-        """One step; returns (state, reward [], terminated [])."""
-        after = self.env.step(self.params, state, action)  # the ruleset is in the state
-        return after, after.reward, after.discount == 0
-
-    def observe(self, state):
-        """What the agent sees of a state."""
-        return {"image": state.observation, "direction": state.state.agent.direction}
-
-    def at_hand(self, obs):
-        """What `Curiosity` counts of an observation: the codes [2, 2] of the cell in front of the
-        agent and of its own. What it carries it does not see here.
-        """
-        view_size = obs["image"].shape[1]
-        return obs["image"][-2:, view_size // 2]  # rows, columns
-
-    def render(self, state, tile_size=32):
-        """The whole level as uint8 pixels."""
-        from xminigrid.rendering.rgb_render import render
-
-        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
-
-
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of arrays, and refuses all else: a pickle may call any function there is."""
-
-    NEEDED = (
-        "jax._src.array._reconstruct_array",
-        "numpy.ndarray",
-        "numpy.dtype",
-        "numpy._core.multiarray._reconstruct",
-        "numpy._core.numeric._frombuffer",
-        "numpy.core.multiarray._reconstruct",  # before NumPy 2
-        "numpy.core.numeric._frombuffer",
-    )
-
-    def find_class(self, module, name):
-        """Whatever a pickle asks for by name; UnpicklingError if arrays do not need it."""
-        if f"{module}.{name}" not in self.NEEDED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no array needs")
-        return super().find_class(module, name)
-
-
-def load_rulesets(benchmark_id):
-    """XLand-MiniGrid's benchmark of a name, or in a file that its generator wrote; UsageError.
-
-    Its own benchmarks xminigrid downloads and reads itself.
-    """
-    from xminigrid import benchmarks
-
-    known = benchmarks.registered_benchmarks()
-    try:
-        if benchmark_id in known:
-            return benchmarks.load_benchmark(benchmark_id)
-        with bz2.open(benchmark_id, "rb") as file:
-            return benchmarks.Benchmark(**ArrayUnpickler(file).load())
-    except Exception as error:  # damaged bytes make pickle raise nearly anything
-        what = f"neither one of {', '.join(known)} nor a file of rulesets"
-        if benchmark_id in known:
-            what = "cannot be downloaded or read"
-        raise UsageError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
-
-
-@functools.cache
-def find_xland(env_id, benchmark_id, ruleset_id):
-    """The `XLand` of these flags, read once."""
-    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
-    with jax.ensure_compile_time_eval():
-        return XLand(env_id, benchmark_id, ruleset_id)
-
-
-def make_env(args):
-    """The environment of the flags; nothing else chooses one. UsageError for an unknown id.
-
-    `full_id` writes MiniGrid- and -v0 around the ids of --env-id that do not begin with XLand-.
-    """
-    if args.env_id.startswith(XLAND):
-        return find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
-    return dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
 
 
 # --- Drawing ---
@@ -2015,2425 +3548,124 @@ def draw_view(view):
     return at(tile_rows(), row).reshape(VIEW * TILE, VIEW * TILE, 3)
 
 
-# ==================================================================================================
-# Agent
-# ==================================================================================================
+# --- Tasks of XLand-MiniGrid ---
 
 
-class Categorical(NamedTuple):
-    """Distributions over A actions, one for each observation: p(a) = softmax(logits)_a.
+class XLand:
+    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
 
-    To forbid an action, give it the logit -1e9 (with -inf, 0 * inf would make the entropy NaN).
+    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
+    others when they come near each other or to the agent. The agent observes none of the rules, nor
+    the goal: only the reward tells what they are. To find that out in the first episode and use it
+    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
+    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
+
+    | what        | value                                                                        |
+    | ----------- | ---------------------------------------------------------------------------- |
+    | state       | its `TimeStep`, which contains the observation                               |
+    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
+    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
+    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
+    | terminated  | the goal is reached                                                          |
+    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
     """
 
-    logits: jax.Array  # [..., A]
+    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
+        """Raises `Problem` where the arguments do not fit or xminigrid is not installed."""
+        if importlib.util.find_spec("xminigrid") is None:
+            raise Problem(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
+        import xminigrid
+        from xminigrid.core import constants
 
-    def log_probs(self):
-        """Logarithms of all probabilities, actions first: [A, ...]."""
-        # With actions first the batch stays contiguous. Where the network computes so, too, XLA
-        # merges this transpose with the one at its end.
-        return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
+        known = xminigrid.registered_environments()
+        name = env_id if env_id in known else env_id.removeprefix(XLAND)
+        if name not in known:
+            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
+            raise Problem(message)
+        self.env, self.params = xminigrid.make(name)
+        self.benchmark = None
+        has_rulesets = hasattr(self.params, "ruleset")
+        if has_rulesets != (benchmark_id is not None):
+            needs = "needs" if has_rulesets else "has no rulesets, so no"
+            raise Problem(f"--env-id {env_id} {needs} --benchmark-id")
+        if has_rulesets:
+            self.benchmark = load_rulesets(benchmark_id, ruleset_id)
+        self.num_actions = self.env.num_actions(self.params)
+        self.max_episode_steps = self.params.max_steps
+        self.width = self.params.width
+        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
 
-    def sample(self, key):
-        """Random actions [...], int32."""
-        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+    def reset(self, key):
+        """A start state, drawn with a PRNG key."""
+        ruleset_key, places_key = jax.random.split(key)
+        params = self.params
+        if self.benchmark is not None:
+            ruleset = self.benchmark.sample_ruleset(ruleset_key)
+            params = params.replace(ruleset=ruleset)
+        start = self.env.reset(params, places_key)
+        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
 
-    def mode(self):
-        """The most likely actions [...], int32."""
-        return self.logits.argmax(-1).astype(jnp.int32)
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        after = self.env.step(self.params, state, action)  # the ruleset is in the state
+        return after, after.reward, after.discount == 0
 
-    def log_prob(self, action):
-        """Log-probabilities [...] of actions [...]."""
-        # log_probs[action] of each sample; a choice among A arrays, as a gather's gradient is slow.
-        return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
+    def observe(self, state):
+        """What the agent sees of a state."""
+        return {"image": state.observation, "direction": state.state.agent.direction}
 
-    def entropy(self):
-        """Entropies [...], in nats: -sum_a p(a) log p(a)."""
-        log_probs = self.log_probs()
-        return -(jnp.exp(log_probs) * log_probs).sum(0)
+    def render(self, state, tile_size=32):
+        """The whole level as uint8 pixels."""
+        from xminigrid.rendering.rgb_render import render
 
-
-class Inputs(NamedTuple):
-    """What the agent takes in during T steps of M environments."""
-
-    # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}, and of some
-    # environments {"mission": [T, M, any]}, indices into WORDS
-    obs: dict
-    prev_action: jax.Array  # [T, M], the action before
-    prev_reward: jax.Array  # [T, M], and its reward
-    start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
-    prev_ended: Any = ()  # [T, M], whether the step before ended an episode of the same `Trial`
+        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
 
 
-CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
-PIXEL_LAYERS = [(16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)]
-MISSION_FEATURES = 32  # size of a mission's embedding, the sum of those of its words
-GRU_GAIN = 4.0  # views differ in few of their cells: large weights let that matter from the start
+MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
 
 
-def orthogonal(gain):
-    """An initializer of orthogonal weights, for flax.
+def load_rulesets(benchmark_id, ruleset_id):
+    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
 
-    A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
-    signals and gradients neither vanish nor explode with depth (a wide one shortens most of them).
-    The gain sqrt(2) is derived for relu, which halves a signal's power. The gain of the head sets
-    where learning begins: 0.01 gives nearly the same policy in all states.
+    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
+    this unpickles what is in a file, so it must come from someone whom you trust. `Problem`.
     """
-
-    def draw(key, shape, dtype=jnp.float32):
-        initializer = nn.initializers.orthogonal(gain)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
-        # orthogonal initializer of your own needs the same.
-        draw_one = jax.custom_batching.sequential_vmap(
-            functools.partial(initializer, shape=shape, dtype=dtype)
-        )
-        return draw_one(key)
-
-    return draw
-
-
-def affine(w, b, x):
-    """w [features, in] times x [in, ...], plus b [features, 1] -> [features, ...].
-
-    Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`.
-    """
-    # All axes after the first as one: with more, XLA on a CPU transposes x before each product.
-    flat = x.astype(jnp.float32).reshape(len(x), -1)
-    return (w @ flat + b).reshape(-1, *x.shape[1:])
-
-
-class Dense(nn.Module):
-    """A layer of `affine`, [in, ...] -> [features, ...]."""
-
-    features: int
-    gain: float
-    bias_init: Callable = nn.initializers.zeros
-
-    @nn.compact
-    def weights(self, num_inputs):
-        """w [features, in] and b [features, 1]."""
-        w = self.param("w", orthogonal(self.gain), (self.features, num_inputs))
-        return w, self.param("b", self.bias_init, (self.features, 1))
-
-    def __call__(self, x):
-        return affine(*self.weights(len(x)), x)
-
-
-def patches(x, size, stride):
-    """[F, Y, X, ...] -> [size * size * F, Y', X', ...]: a convolution is one product with these.
-
-    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a
-    product is twenty times faster. With the batch last, each slice copies long contiguous runs.
-    """
-    num_rows = (x.shape[1] - size) // stride + 1
-    num_columns = (x.shape[2] - size) // stride + 1
-    slices = []
-    for i in range(size):
-        for j in range(size):
-            rows = slice(i, i + num_rows * stride, stride)
-            columns = slice(j, j + num_columns * stride, stride)
-            slices.append(x[:, rows, columns])
-    return jnp.concatenate(slices)
-
-
-def one_hot_codes(x, sizes):
-    """Codes, or patches of 2x2 -> [F, ...] bool: each one-hot; how many values it has is in sizes.
-
-    With `CODE_SIZES`, patches [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a
-    quantity: 6 (a ball) is not twice 3 (floor).
-    """
-    rest = x.shape[1:]
-    one_hot = []
-    for code, num_values in enumerate(sizes):
-        values = np.arange(num_values).reshape(-1, *[1] * len(rest))
-        is_value = x[code :: len(sizes), None] == values  # [4, num_values, ...]
-        one_hot.append(is_value.reshape(-1, *rest))
-    return jnp.concatenate(one_hot)
-
-
-def encode_by_products(layers, code_sizes, weights, x):
-    """Convolutions of x [F, Y, X, ...] as products with its `patches`.
-
-    x are codes or, where code_sizes is None, pixels; weights are (w, b) of each layer. Where there
-    are more layers than weights, the last ones are left out.
-    """
-    for i, ((_, size, stride), (w, b)) in enumerate(zip(layers, weights)):
-        x = patches(x, size, stride)
-        if i == 0:
-            x = one_hot_codes(x, code_sizes) if code_sizes else x / jnp.float32(255)
-        x = nn.relu(affine(w, b, x))
-    return x
-
-
-def encode_by_convolutions(layers, code_sizes, weights, x):
-    """The same as `encode_by_products`, by the convolutions that accelerators have."""
-    batch = x.shape[3:]
-    x = x.reshape(*x.shape[:3], -1)  # as one axis: a TPU fills short ones up to 128
-    for i, ((features, size, stride), (w, b)) in enumerate(zip(layers, weights)):
-        blocks = [w]
-        if i == 0 and code_sizes:  # the patches' codes, one after the other
-            blocks = jnp.split(w, size**2 * np.cumsum(code_sizes)[:-1], axis=1)
-            x = one_hot_codes(x, code_sizes)
-        elif i == 0:
-            x = x / 255
-        kernel = [block.reshape(features, size, size, -1) for block in blocks]
-        x = jax.lax.conv_general_dilated(
-            x.astype(jnp.float32),
-            jnp.concatenate(kernel, axis=-1),
-            window_strides=(stride, stride),
-            padding="VALID",
-            dimension_numbers=("CHWN", "OHWI", "CHWN"),
-        )
-        x = nn.relu(x + b[:, :, None, None])
-    return x.reshape(*x.shape[:3], *batch)
-
-
-class Encoder(nn.Module):
-    """Three convolutions over the codes of a view, or four over its pixels.
-
-    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
-
-    `platform_dependent` picks one of two ways to the same result by the device it compiles for.
-    """
-
-    pixels: bool
-    code_sizes: tuple = CODE_SIZES
-
-    @nn.compact
-    def __call__(self, image):
-        x = image.transpose(4, 2, 3, 1, 0)  # [F, Y, X, M, T]; of codes [F, X, Y, M, T]
-        layers, code_sizes = (PIXEL_LAYERS, None) if self.pixels else (CODE_LAYERS, self.code_sizes)
-        num_features = len(x) if self.pixels else sum(code_sizes)
-        sides, weights = x.shape[1:3], []
-        for i, (features, size, stride) in enumerate(layers):
-            if min(sides) < size:
-                break
-            layer = Dense(features, math.sqrt(2), name=f"conv{i}")
-            weights.append(layer.weights(size**2 * num_features))
-            num_features = features
-            sides = [(side - size) // stride + 1 for side in sides]
-        x = jax.lax.platform_dependent(
-            weights,
-            x,
-            cpu=functools.partial(encode_by_products, layers, code_sizes),
-            default=functools.partial(encode_by_convolutions, layers, code_sizes),
-        )
-        return x.reshape(-1, *x.shape[3:])
-
-
-class GRU(nn.Module):
-    """Gated recurrent unit, arXiv:1406.1078, with the reset gate of PyTorch and cuDNN.
-
-    Each of the H hidden units decides at every step how much of what it holds it keeps. With input
-    x, hidden state h, weights W and U, biases b and c and sigmoid values between 0 and 1,
-
-        reset = sigmoid(W_r x + b_r + U_r h)           how much of h the new content may use
-        keep  = sigmoid(W_k x + b_k + U_k h)           how much of h stays ("update gate")
-        new   = tanh(W_n x + b_n + reset * (U_n h + c))
-        h     = (1 - keep) * new + keep * h
-
-    Where keep is 1 a unit carries its content, and backwards in time its gradient, unchanged. That
-    is what lets it remember. With a constant keep = s / (1 + s) it forgets in about s steps, so
-    b_k = log(s) with s drawn from 1 to `max_span` starts units with spans of all lengths
-    (arXiv:1804.11188).
-
-    Backpropagation through time: h after step t depends on the weights through every step up to t,
-    so the gradient of the loss at step t runs back through all of them (`run_gru_backwards`). It is
-    cut in two places: at the first step, whose hidden state comes from the rollout before and is a
-    constant here; and where an episode (or a trial of several) starts, since zeros have replaced
-    the hidden state.
-    """
-
-    size: int
-    max_span: int
-
-    @nn.compact
-    def __call__(self, x, h, start):
-        """x [F, M, T], h [H, M] before the first step, start [T, M] -> h after each, [H, M, T]."""
-
-        def spans_init(key, shape):
-            spans = jax.random.uniform(key, (self.size, 1), minval=1.0, maxval=self.max_span)
-            bias = jnp.zeros(shape)
-            return bias.at[self.size : 2 * self.size].set(jnp.log(spans))
-
-        # The inputs' share of all steps is one product; only the rest must go step by step.
-        from_x = Dense(3 * self.size, GRU_GAIN, spans_init, name="input")(x)
-        from_x = from_x.transpose(2, 0, 1)  # [T, 3 H, M]
-        square = (self.size, self.size)
-        u_reset = self.param("u_reset", orthogonal(1.0), square)
-        u_keep = self.param("u_keep", orthogonal(1.0), square)
-        u_new = self.param("u_new", orthogonal(1.0), square)
-        c = self.param("c", nn.initializers.zeros, (self.size, 1))
-        u = jnp.concatenate([u_reset, u_keep, u_new])  # [3 H, H]
-        hs = run_gru(u, c, from_x, h, start)
-        return hs.transpose(1, 2, 0)
-
-
-def gru_gates(from_x, from_h, c):
-    """reset, keep and new [..., H, M] in `GRU`'s equations, from W x + b and U h [..., 3 H, M]."""
-    reset_x, keep_x, new_x = jnp.split(from_x, 3, axis=-2)
-    reset_h, keep_h, new_h = jnp.split(from_h, 3, axis=-2)
-    reset = jax.nn.sigmoid(reset_x + reset_h)
-    keep = jax.nn.sigmoid(keep_x + keep_h)
-    new = jnp.tanh(new_x + reset * (new_h + c))
-    return reset, keep, new
-
-
-def scan_gru(step, h, inputs, reverse=False):
-    """`jax.lax.scan` for `GRU`; on a GPU eight steps in an iteration, as `gpu_unroll` explains.
-
-    Here and in `Encoder` `platform_dependent` picks by the device that XLA compiles for, instead of
-    a `platform` that is handed down: so the signature of `forward` stays free of it.
-    """
-
-    def scan(h, inputs, unroll):
-        return jax.lax.scan(step, h, inputs, reverse=reverse, unroll=unroll)
-
-    on_gpu = functools.partial(scan, unroll=8)
-    elsewhere = functools.partial(scan, unroll=1)
-    return jax.lax.platform_dependent(h, inputs, cuda=on_gpu, default=elsewhere)
-
-
-@jax.custom_vjp
-def run_gru(u, c, from_x, h, start):
-    """All steps of `GRU`: hidden states [T, H, M] after each.
-
-    u [3 H, H] and c [H, 1] are its weights, from_x [T, 3 H, M] the inputs' products W x + b,
-    h [H, M] the hidden state before the first step; it is forgotten where start [T, M] is set.
-
-    The gradient is written by hand below, so whoever changes `step` or `gru_gates` changes
-    `run_gru_backwards` too, or removes the decorator and `defvjp`: then JAX derives it, slower,
-    and `jax.jvp` works too.
-    """
-
-    def step(h, inputs):
-        from_x, start = inputs
-        h = jnp.where(start, 0.0, h)
-        _, keep, new = gru_gates(from_x, u @ h, c)
-        h = (1 - keep) * new + keep * h
-        return h, h
-
-    _, hs = scan_gru(step, h, (from_x, start))
-    return hs
-
-
-def run_gru_forwards(u, c, from_x, h, start):
-    """`run_gru`, and what its gradient needs: arguments and hidden states, but no gates."""
-    hs = run_gru(u, c, from_x, h, start)
-    return hs, (u, c, from_x, h, start, hs)
-
-
-def run_gru_backwards(residuals, d_hs):
-    """Backpropagation through time by hand: gradients of the loss for `run_gru`'s arguments.
-
-    JAX's own backward pass keeps a dozen arrays of every step and adds up the gradient of u step by
-    step. But once all hidden states are known, so are the gates: one product gives those of all
-    steps. How a step passes a gradient on is then linear in it, with slopes known in advance. Let
-    d_h be the gradient for h after step t, and d_out its part from the loss at that step:
-
-        d_from_h  = [d_h, d_h, d_h] * slopes_h for the products U h of the three gates
-        d_h(t-1)  = keep * d_h + u^T d_from_h + d_out(t-1)
-
-    and so on, backwards in time, where the first two terms are 0 if an episode starts at step t.
-    So the loop has one product a step, and that for u is again one for all steps. slopes_x, for the
-    products W x + b, differ where the reset gate stands in between.
-    """
-    u, c, from_x, h, start, hs = residuals
-    passes = 1.0 - start[:, None]  # [T, 1, M]: nothing passes the start of an episode
-    h_before = passes * jnp.concatenate([h[None], hs[:-1]])  # [T, H, M]
-    from_h = jnp.einsum("gh,thm->tgm", u, h_before)
-    reset, keep, new = gru_gates(from_x, from_h, c)
-    new_h = jnp.split(from_h, 3, axis=1)[2]
-    new_slope = (1 - keep) * (1 - new**2)
-    reset_slope = new_slope * (new_h + c) * reset * (1 - reset)
-    keep_slope = (h_before - new) * keep * (1 - keep)
-    slopes_x = jnp.concatenate([reset_slope, keep_slope, new_slope], axis=1)  # [T, 3 H, M]
-    slopes_h = jnp.concatenate([reset_slope, keep_slope, new_slope * reset], axis=1)
-
-    def step(d_h, inputs):
-        d_out, slopes, keep = inputs
-        d_h = d_h + d_out  # from the steps after this one, and from the loss at this one
-        d_from_h = jnp.concatenate([d_h] * 3) * slopes  # [3 H, M]
-        return keep * d_h + u.T @ d_from_h, d_h
-
-    # Starts of episodes are multiplied in beforehand, so that the loop has one slice less to cut.
-    backwards = (d_hs, passes * slopes_h, passes * keep)
-    d_first, d_h = scan_gru(step, jnp.zeros_like(h), backwards, reverse=True)
-    d_gates = jnp.concatenate([d_h] * 3, axis=1)  # [T, 3 H, M]: d_h once for each gate
-    d_from_x, d_from_h = d_gates * slopes_x, d_gates * slopes_h
-    d_u = jnp.einsum("tgm,thm->gh", d_from_h, h_before)
-    d_c = jnp.split(d_from_h, 3, axis=1)[2].sum((0, 2))[:, None]
-    return d_u, d_c, d_from_x, d_first, None
-
-
-run_gru.defvjp(run_gru_forwards, run_gru_backwards)
-
-
-class ActorCritic(nn.Module):
-    """Encoder, stacked GRUs whose outputs are summed, actor and critic heads."""
-
-    args: Args
-    num_actions: int
-    code_sizes: tuple
-
-    @nn.compact
-    def __call__(self, inputs, rnn_state):
-        """`Inputs` of [T, M], rnn_state [M, L, H] before them.
-
-        Returns logits [T, M, A], values [T, M] and the recurrent states [T, M, L, H] after each
-        step.
-        """
-        args = self.args
-
-        # --- What the agent takes in at each step: [F, M, T] ---
-        # Environments before steps: as the major part of one long axis they can stay spread over
-        # devices.
-        encoder = Encoder(args.img_obs, self.code_sizes, name="encoder")
-        image = encoder(inputs.obs["image"])
-        direction = jax.nn.one_hot(inputs.obs["direction"].T, 4, axis=0)
-        # Without memory there is no action before, which is a code of its own, and no reward.
-        prev_action = jnp.where(inputs.start, self.num_actions, inputs.prev_action)
-        prev_action = jax.nn.one_hot(prev_action.T, self.num_actions + 1, axis=0)
-        prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
-        prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
-        features = [image, direction, prev_action, prev_reward]
-        if args.episodes_per_trial > 1:
-            prev_ended = inputs.prev_ended & ~inputs.start
-            features.append(prev_ended.T[None])
-        if "mission" in inputs.obs:
-            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
-            words = words.transpose(2, 3, 1, 0)
-            # Each word at each place of the sentence has an embedding of its own.
-            words = words.reshape(-1, *words.shape[2:])
-            features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
-        x = jnp.concatenate(features)
-
-        # --- Memory ---
-        outputs = []  # [H, M, T] of each layer
-        for i in range(args.rnn_num_layers):
-            gru = GRU(args.rnn_hidden_dim, args.num_steps, name=f"gru{i}")
-            x = gru(x, rnn_state[:, i].T, inputs.start)
-            outputs.append(x)
-        rnn_states = jnp.stack(outputs).transpose(3, 2, 0, 1)
-        x = sum(outputs)
-
-        # --- Actor and critic ---
-        gain = math.sqrt(2)
-        actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
-        critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
-        logits = Dense(self.num_actions, 0.01, name="actor")(actor)
-        # Small too: where rewards are rare, the first errors of the critic are all that the actor
-        # learns from.
-        value = Dense(1, 0.01, name="critic")(critic)
-        return logits.transpose(2, 1, 0), value[0].T, rnn_states
-
-
-def init_rnn_state(args, num_envs):
-    """The recurrent state [N, L, H] before the first step; an LSTM's would be a pair of these."""
-    return jnp.zeros((num_envs, args.rnn_num_layers, args.rnn_hidden_dim))
-
-
-def init_agent(args, key, env):
-    """Parameters of the agent, a tree of arrays.
-
-    To replace the agent, write `init_rnn_state`, `init_agent` and `forward`: recurrent states may
-    be any tree of arrays [N, ...], parameters any tree at all.
-
-    All weights begin `orthogonal`, which explains the gains but `GRU_GAIN`. In `GRU` it keeps
-    signals from vanishing or exploding with time; with tanh the gain sqrt(2) is a convention that
-    works.
-    """
-
-    def example_inputs():  # of one step in one environment
-        env_state = jax.vmap(env.reset)(jax.random.key(0)[None])
-        inputs = make_inputs(env, env_state, init_agent_state(args, 1))
-        return jax.tree.map(lambda x: x[None], inputs)
-
-    shapes = jax.eval_shape(example_inputs)  # runs nothing
-    inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    network = ActorCritic(args, env.num_actions, env.code_sizes)
-    return network.init(key, inputs, init_rnn_state(args, 1))
-
-
-def forward(args, params, inputs, rnn_state):
-    """Policy, values [T, M] and recurrent states [T, M, ...] for `Inputs` of [T, M].
-
-    `rnn_state` [M, ...] is the state before the first step; the states returned are those after
-    each one. A rollout calls this with T = 1, step by step; the loss with all T steps at once,
-    which gives the gradient through time and, until the parameters change, the same numbers. The
-    loss begins with the rollout's `rnn_state` in all epochs, although newer parameters would have
-    made another one.
-
-    Where `inputs.start` is set, an episode starts on a new level: hidden state, previous action and
-    previous reward are those of an episode that is over, and count as nothing. If they were kept,
-    the agent would remember the wrong level, and the empty memory with which an evaluation begins
-    would be one that it has hardly ever learned from. (Episodes of one `Trial` are on the same
-    level: there `start` is set for the first one only.)
-    """
-    if inputs.start.ndim != 2 or inputs.obs["image"].ndim != 5:
-        raise ValueError(
-            f"forward takes the parameters of one agent (without the axis K of `load_run`) and "
-            f"inputs of T steps in M environments, [T, M, ...], but got images of shape "
-            f"{inputs.obs['image'].shape} and starts of shape {inputs.start.shape}"
-        )
-    env = make_env(args)
-    network = ActorCritic(args, env.num_actions, env.code_sizes)
-    logits, value, rnn_states = network.apply(params, inputs, rnn_state)
-    return Categorical(logits=logits), value, rnn_states
-
-
-class AgentState(NamedTuple):
-    """What an agent carries from one step to the next in N environments."""
-
-    rnn_state: Any  # tree of [N, ...]
-    prev_action: jax.Array  # [N]
-    prev_reward: jax.Array  # [N]
-    start: jax.Array  # [N], whether it forgets all of this now
-    prev_ended: Any  # [N], whether its last step ended an episode of its `Trial`; () without trials
-
-
-def init_agent_state(args, num_envs):
-    """The `AgentState` before the first step."""
-    return AgentState(
-        rnn_state=init_rnn_state(args, num_envs),
-        prev_action=jnp.zeros(num_envs, jnp.int32),
-        prev_reward=jnp.zeros(num_envs, jnp.float32),
-        start=jnp.ones(num_envs, bool),
-        prev_ended=no_ends(args, num_envs),
-    )
-
-
-def agent_state_after(args, rnn_state, action, reward):
-    """The `AgentState` of [N] after a step, as if it had ended no episode.
-
-    So it is what the value of a truncated episode needs; whoever goes on with a new episode sets
-    `start` and `prev_ended`.
-    """
-    num_envs = len(reward)
-    return AgentState(
-        rnn_state=rnn_state,
-        prev_action=action,
-        prev_reward=reward,
-        start=jnp.zeros(num_envs, bool),
-        prev_ended=no_ends(args, num_envs),
-    )
-
-
-def no_ends(args, num_envs):
-    """`prev_ended` [N] where no episode has ended, () without trials."""
-    return jnp.zeros(num_envs, bool) if args.episodes_per_trial > 1 else ()
-
-
-def make_inputs(env, env_state, agent_state):
-    """`Inputs` of a single step, [N], from the states of N environments and of the agent."""
-    return Inputs(
-        obs=jax.vmap(env.observe)(env_state),
-        prev_action=agent_state.prev_action,
-        prev_reward=agent_state.prev_reward,
-        start=agent_state.start,
-        prev_ended=agent_state.prev_ended,
-    )
-
-
-def forward_step(args, params, inputs, rnn_state):
-    """`forward` for `Inputs` of a single step, [N]: returns (dist, value, rnn_state) of [N]."""
-    sequence = jax.tree.map(lambda x: x[None], inputs)
-    outputs = forward(args, params, sequence, rnn_state)
-    return jax.tree.map(lambda x: x[0], outputs)
-
-
-# ==================================================================================================
-# Optimizer
-# ==================================================================================================
-
-
-def make_optimizer(args):
-    """Scales gradients down to `max_grad_norm`, then Adam, arXiv:1412.6980, without its rate.
-
-    Adam divides a running mean of the gradient by the root of one of its square, so that every
-    parameter moves by about the learning rate, whatever the scale of its gradient; `adam_update` in
-    ppo_cartpole_jax.py has the formulas. `optimizer_update` multiplies by the learning rate, which
-    changes from update to update.
-    """
-    return optax.chain(
-        optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps)
-    )
-
-
-def optimizer_update(args, grads, opt_state, params, learning_rate):
-    """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
-    direction, opt_state = make_optimizer(args).update(grads, opt_state, params)
-    step = jax.tree.map(lambda d: -learning_rate * d, direction)
-    return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
-
-
-# ==================================================================================================
-# PPO
-# ==================================================================================================
-
-
-class EpisodeStats(NamedTuple):
-    """The running and the last finished episode of every environment, each [N].
-
-    Returns are plain sums of rewards, not discounted. Logs show the mean, over environments, of the
-    last episode that each has finished. A mean over the episodes that end in one update would
-    favour short ones: more of them end. (So does this one until each environment has finished one.)
-    """
-
-    running_return: jax.Array
-    running_length: jax.Array
-    last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # likewise
-
-
-class Trial(NamedTuple):
-    """The running trial of every environment, or () without trials (`episodes_per_trial` 1).
-
-    A trial is C episodes in a row on the same level, from the same start state. An agent that
-    remembers the first one need not explore again. How to explore, what to remember and what to
-    make of it nobody tells it: the weights learn that over many trials, and within a trial, where
-    they stay as they are, the hidden state does the learning. This is meta-reinforcement learning
-    as in RL^2 (arXiv:1611.02779), which needs no other algorithm than PPO. A trial is to the agent
-    what an episode is otherwise, so only what happens at an end differs:
-
-    | at the end of             | an episode, but not the last of the trial   | the trial          |
-    | ------------------------- | ------------------------------------------- | ------------------ |
-    | level                     | its start state again                       | a new one          |
-    | hidden state, previous    | kept                                        | forgotten          |
-    | action and reward         |                                             |                    |
-    | value of the successor    | V of the next episode's first observation,  | 0, or of the true  |
-    |                           | with all that the agent remembers           | last observation   |
-    | sum of TD errors (GAE)    | runs on: a first episode that is lost to    | cut                |
-    |                           | look around pays if it makes later ones     |                    |
-    |                           | better                                      |                    |
-    | time limit, statistics    | count anew                                  | count anew         |
-
-    So neither success nor the time limit is an end to the learner, but in the last episode. An
-    agent that was moved back to the start should know: `Inputs.prev_ended` tells it, and the reward
-    before whether that was a success. Previous action, reward and end are RL^2's inputs.
-
-    Discounting goes on too: with C episodes of about n steps, gamma should be well above
-    1 - 1 / (C n). And gradients go back through one rollout only: what is to be remembered should
-    pay within `num_steps` steps.
-    """
-
-    start_state: GridState  # of [N], in which each of its episodes begins
-    episode: jax.Array  # [N] int32, its episodes that are over
-
-
-class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front.
-
-    Every array has N in front, those of the distribution too. For actions that are no single
-    numbers change `init_agent_state` and the embedding in `ActorCritic` as well.
-    """
-
-    inputs: Inputs  # of [N]
-    action: jax.Array  # [N, ...]
-    dist: Categorical  # of the actions, for losses of your own; XLA drops what nothing reads
-    log_prob: jax.Array  # [N], of the actions
-    value: jax.Array  # [N]
-    reward: jax.Array  # [N]
-    # An episode that terminated has no future. One that the time limit truncated would have gone
-    # on, and the observation does not show the limit: its future must be estimated, not set to 0.
-    # Of a trial's episodes only the last one can set either.
-    terminated: jax.Array  # [N]
-    truncated: jax.Array  # [N]
-
-
-class Batch(NamedTuple):
-    """What the loss may read: T steps of N environments, or of the M of a minibatch."""
-
-    inputs: Inputs  # of [T, N]
-    rnn_state: Any  # [1, N, ...], before the first step; N is the second axis of every array
-    action: jax.Array  # [T, N, ...]
-    dist: Categorical  # the old policy's
-    log_prob: jax.Array  # [T, N], the old policy's
-    value: jax.Array  # [T, N], the old critic's
-    advantage: jax.Array  # [T, N]
-    target: jax.Array  # [T, N], what the critic should have said
-
-
-class Curiosity(NamedTuple):
-    """What the agent has met, for the bonus of `--count-bonus`; () without it.
-
-    Where only a long chain of right actions is rewarded, random play never meets the reward, and
-    there is nothing to learn from. A bonus for what is new gives it something to do until then:
-
-        bonus_t = int_coef / sqrt(n(x_{t+1}))   where x_{t+1} is new in this episode, else 0
-
-    x is what the agent has at hand (`MiniGrid.at_hand`), what it carries and what it faces: a wall,
-    a closed red door, with a key in its hands an open one. n(x) is in how many episodes it has met
-    x, in all environments and all of training. 1 / sqrt(n) is how the uncertainty about something
-    falls with the number of samples, so what is seldom met is worth a try, and what has been met a
-    thousand times no longer is: the bonus leads from the first door to the first key and to the
-    first lock that opens, fades behind itself, and in the end the reward alone counts (Bellemare et
-    al., arXiv:1606.01868). Only the first time in an episode counts: that something is rare makes
-    it no better to meet it ten times in one level, by turning to and fro in front of it (Raileanu &
-    Rocktaeschel, arXiv:2002.12292; Zhang et al., NovelD, NeurIPS 2021; Henaff et al.,
-    arXiv:2306.03236, compare counts of both kinds).
-
-    Why not count all that the agent sees? Levels are drawn at random, so nearly every view is new,
-    and things to carry and doors to shut make new ones without end. Such counts hardly fade, and
-    reward looking around as much as opening a lock. (Parisi et al., arXiv:2111.13119, count what
-    changes in the environment, too.)
-
-    And success ends the episode, with all that is still new in it: were that worth more, the agent
-    would shun its goal. So int_coef is small: what an episode can still earn by it should stay
-    below the reward of success. n counts the episodes of the update itself too, so many
-    environments make the bonus smaller from the first update on.
-
-    Things are counted by their hash; those of MiniGrid's codes all have different ones. Others that
-    share one are taken for the same. The bonus is the reward of the action that led there, added
-    for the learner only: the agent does not observe it, and returns and success are without it. The
-    observation after the last step of an episode is the first of the next one: nobody's merit, so
-    no bonus. An agent that remembers knows what it has met: in a `Trial`, "in this episode" means
-    in this trial.
-    """
-
-    visits: jax.Array  # [2^HASH_BITS] int32, how many episodes have met each thing
-    last_episode: jax.Array  # [N, 2^HASH_BITS] int32, the last episode that met it
-    episode: jax.Array  # [N] int32, a number that no episode (or trial) before had
-
-
-# Of the hashes of things. A table is 32 KiB for each environment, also in a checkpoint, and holds a
-# few hundred things in an episode.
-HASH_BITS = 13
-
-
-def init_curiosity(args):
-    """The `Curiosity` of N environments before the first step, () without the bonus."""
-    if not args.count_bonus:
-        return ()
-    return Curiosity(
-        visits=jnp.zeros(2**HASH_BITS, jnp.int32),
-        last_episode=jnp.zeros((args.num_envs, 2**HASH_BITS), jnp.int32),
-        episode=jnp.zeros(args.num_envs, jnp.int32),
-    )
-
-
-def init_episode_stats(num_envs):
-    """Before the first step."""
-    return EpisodeStats(
-        running_return=jnp.zeros(num_envs, jnp.float32),
-        running_length=jnp.zeros(num_envs, jnp.int32),
-        last_return=jnp.full(num_envs, -jnp.inf, jnp.float32),
-        last_length=jnp.full(num_envs, -jnp.inf, jnp.float32),
-    )
-
-
-def init_trial(args, env_state):
-    """The `Trial` of start states [N] before the first step, () without trials."""
-    if args.episodes_per_trial == 1:
-        return ()
-    start_state = jax.tree.map(jnp.copy, env_state)  # no array can be donated twice
-    return Trial(start_state=start_state, episode=jnp.zeros(args.num_envs, jnp.int32))
-
-
-def restart_ended(ended, stats):
-    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
-    return EpisodeStats(
-        running_return=jnp.where(ended, 0.0, stats.running_return),
-        running_length=jnp.where(ended, 0, stats.running_length),
-        last_return=jnp.where(ended, stats.running_return, stats.last_return),
-        last_length=jnp.where(ended, stats.running_length, stats.last_length),
-    )
-
-
-def mean_of_ended(last):
-    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
-    ended = jnp.isfinite(last)
-    total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
-    return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
-
-
-def select(mask, yes, no):
-    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
-
-    def choose(yes, no):
-        per_array = mask.reshape(mask.shape + (1,) * (yes.ndim - 1))  # [N, 1, ...]
-        return jnp.where(per_array, yes, no)
-
-    return jax.tree.map(choose, yes, no)
-
-
-def level_keys(key, envs):
-    """Keys of the next levels of the environments numbered `envs`, each from its number alone."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, envs)
-
-
-def reset_ended(env, key, done, env_state):
-    """States [N], those that are `done` replaced by the levels of their `level_keys`.
-
-    Most steps end few episodes, and a level takes longer to make than a step. So levels are made
-    for a small number of environments at a time, until all that are done have one.
-    """
-    num_envs = done.size
-    num_levels = max(1, num_envs // 64)
-
-    def any_left(carry):
-        done, _ = carry
-        return done.any()
-
-    def replace_some(carry):
-        done, env_state = carry
-        # The first environments that are done; where there are fewer, N, which is dropped.
-        rank = jnp.cumsum(done)
-        place = jnp.where(done, rank - 1, num_levels)
-        index = jnp.full(num_levels, num_envs).at[place].set(jnp.arange(num_envs), mode="drop")
-        levels = jax.vmap(env.reset)(level_keys(key, index))
-        env_state = jax.tree.map(
-            lambda old, new: old.at[index].set(new, mode="drop"), env_state, levels
-        )
-        return done & (rank > num_levels), env_state
-
-    _, env_state = jax.lax.while_loop(any_left, replace_some, (done, env_state))
-    return env_state
-
-
-def truncation_window(args, env):
-    """Steps in which the time limit can end at most one episode of an environment."""
-    return min(env.max_episode_steps, args.num_steps)
-
-
-def check_one_each(num_envs, **arrays):
-    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
-    for name, array in arrays.items():
-        if array.shape != (num_envs,):
-            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
-        if name == "terminated" and array.dtype != bool:
-            raise ValueError(f"terminated must be bool, not {array.dtype}")
-
-
-def gpu_unroll(platform, steps):
-    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
-
-    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too, and the
-    host, which drives such loops, has fewer turns to make.
-    """
-    is_gpu = platform in ("gpu", "cuda")  # "cuda": compiled for without having one
-    return steps if is_gpu else 1
-
-
-def rollout(args, env, params, env_state, trial, agent_state, stats, key, *, platform=None):
-    """Plays T steps in N environments, which begin a new episode where one has ended.
-
-    Returns (env_state, trial, agent_state, stats, trajectory, truncated_state). The trajectory is a
-    `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
-    states in which the time limit ended an episode, at most one in each of the W windows of
-    `truncation_window` steps (where it ended none, they mean nothing).
-
-    The level with which environment n starts anew after step t follows from t and n. With
-    platform="cpu" levels are made when they are needed, in the loop of `reset_ended`. An
-    accelerator would stop at every step to ask whether that loop goes on. So anywhere else a level
-    is made for every step of every environment beforehand, all at once or, where they are many,
-    step by step; the same levels, of which most are never used.
-    """
-    action_key, step_key, reset_key = jax.random.split(key, 3)
-    action_keys = jax.random.split(action_key, args.num_steps)
-    step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    reset_keys = jax.random.split(reset_key, args.num_steps)
-    if platform == "cpu":
-        levels = None
-    else:
-
-        def levels_of_step(key):
-            return jax.vmap(env.reset)(level_keys(key, jnp.arange(args.num_envs)))
-
-        if args.batch_size <= 65_536:
-            levels = jax.vmap(levels_of_step)(reset_keys)
-        else:  # more may not fit into the memory at once
-            levels = jax.lax.map(levels_of_step, reset_keys)
-    num_windows = math.ceil(args.num_steps / truncation_window(args, env))
-    window = jnp.arange(args.num_steps) // truncation_window(args, env)
-
-    def env_step(carry, inputs_of_step):
-        env_state, trial, agent_state, stats, truncated_state = carry
-        action_key, step_keys, reset_key, levels, window = inputs_of_step
-
-        # --- Act ---
-        inputs = make_inputs(env, env_state, agent_state)
-        dist, value, rnn_state = forward_step(args, params, inputs, agent_state.rnn_state)
-        action = dist.sample(action_key)
-        log_prob = dist.log_prob(action)
-        next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
-        next_agent_state = agent_state_after(args, rnn_state, action, reward)
-
-        # --- Has the episode ended, and with it the trial? ---
-        stats = stats._replace(
-            running_return=stats.running_return + reward, running_length=stats.running_length + 1
-        )
-        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
-        ended = terminated | truncated
-        done = ended
-        if args.episodes_per_trial > 1:  # from here on both say whether the trial has ended
-            is_last = trial.episode == args.episodes_per_trial - 1
-            terminated = terminated & is_last
-            truncated = truncated & is_last
-            done = ended & is_last
-        truncated_state = jax.tree.map(
-            lambda kept, new: kept.at[window].set(select(truncated, new, kept[window])),
-            truncated_state,
-            (next_env_state, next_agent_state),
-        )
-        transition = Transition(
-            inputs=inputs,
-            action=action,
-            dist=dist,
-            log_prob=log_prob,
-            value=value,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-        )
-
-        # --- Then begin a new one, on a new level or where its trial began ---
-        if platform == "cpu":
-            env_state = reset_ended(env, reset_key, done, next_env_state)
-        else:
-            env_state = select(done, levels, next_env_state)
-        agent_state = next_agent_state._replace(start=done)
-        if args.episodes_per_trial > 1:
-            start_state = select(done, env_state, trial.start_state)
-            env_state = select(ended, start_state, env_state)
-            episode = jnp.where(done, 0, trial.episode + ended)
-            trial = Trial(start_state=start_state, episode=episode)
-            agent_state = agent_state._replace(prev_ended=ended)
-        stats = restart_ended(ended, stats)
-        return (env_state, trial, agent_state, stats, truncated_state), transition
-
-    truncated_state = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (num_windows, *x.shape)), (env_state, agent_state)
-    )
-    carry = (env_state, trial, agent_state, stats, truncated_state)
-    inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
-    unroll = gpu_unroll(platform, 4)
-    carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps, unroll=unroll)
-    env_state, trial, agent_state, stats, truncated_state = carry
-    return env_state, trial, agent_state, stats, trajectory, truncated_state
-
-
-def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
-    """Values of all observations and of their true successors, both [T, N].
-
-    The successor of a step is the observation of the next one; after the last step it is that of
-    last_state = (env_state, agent_state), [N]. But where the time limit ended an episode, it is the
-    last observation of that episode, seen with that episode's memory: truncated_state, [W, N], as
-    `rollout` returns it. (Where the episode terminated there is none, and `compute_gae` ignores
-    what stands here.)
-    """
-
-    def value_of(env_state, agent_state):  # of [N] -> [N]
-        inputs = make_inputs(env, env_state, agent_state)
-        _, value, _ = forward_step(args, params, inputs, agent_state.rnn_state)
-        return value
-
-    next_value = jnp.concatenate([trajectory.value[1:], value_of(*last_state)[None]])
-    truncated_value = jax.vmap(value_of)(*truncated_state)  # [W, N]
-    truncated_value = jnp.repeat(truncated_value, truncation_window(args, env), axis=0)
-    truncated_value = truncated_value[: args.num_steps]  # the last window may be a shorter one
-    return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
-
-
-def hash_things(things):
-    """Numbers uint32 [T, N] of trees of [T, N, ...], the same for the same ones.
-
-    The sum of all entries, each times a random constant of its own, modulo 2^32. Its upper bits are
-    a hash, however many of them (Dietzfelbinger et al., 1997, "multiply-shift"); its lower ones are
-    not.
-    """
-    # Checkpoints hold counts by these hashes, so the constants may never change: NumPy promises
-    # that for this old generator. With this seed no two of the 874 pairs of cells that a MiniGrid
-    # agent can have at hand share their HASH_BITS.
-    rng = np.random.RandomState(109)
-    total = jnp.uint32(0)
-    for x in jax.tree.leaves(things):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            x = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-            x = x ^ (x >> 16)  # round numbers differ in upper bits only, which a product loses
-        x = x.astype(jnp.uint32).reshape(*x.shape[:2], -1)
-        constants = rng.randint(2**32, size=x.shape[2], dtype=np.uint32)
-        total = total + (x * constants).sum(2, dtype=jnp.uint32)
-    return total
-
-
-def count_bonus(args, curiosity, things, start):
-    """The bonus [T, N] of T steps in N environments, see `Curiosity`; returns (curiosity, bonus).
-
-    `things`, a tree of [T + 1, N, ...], are what is counted, before each step and after the last
-    one; `start` [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins
-    with the last ones: to meet them again there changes nothing.
-    """
-    places = hash_things(things) >> (32 - HASH_BITS)
-
-    def look(carry, thing):  # of one environment, one step
-        last_episode, episode = carry
-        place, start = thing
-        episode = episode + start
-        is_new = last_episode[place] != episode
-        return (last_episode.at[place].set(episode), episode), is_new
-
-    carry = (curiosity.last_episode, curiosity.episode)
-    (last_episode, episode), is_new = jax.lax.scan(jax.vmap(look), carry, (places, start))
-    places, is_new, start = places[1:], is_new[1:], start[1:]  # what an action led to
-    visits = curiosity.visits.at[places].add(is_new)
-    visits = jnp.maximum(visits, curiosity.visits)  # stays at 2^31 - 1 instead of turning negative
-    n = jnp.maximum(visits[places], 1)  # 0 of what only the start of training met
-    bonus = args.int_coef * (is_new & ~start) / jnp.sqrt(n)
-    return Curiosity(visits=visits, last_episode=last_episode, episode=episode), bonus
-
-
-def compute_gae(
-    reward, value, next_value, terminated, truncated, gamma, gae_lambda, *, platform=None
-):
-    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
-
-    The TD error tells how much better one step went than the critic had expected,
-
-        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
-
-    and the advantage adds up those of the steps that follow in the same episode:
-
-        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
-
-    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or of the rollout, plus the discounted value of what comes after, minus V(s_t):
-    it trusts the critic as little as the samples allow, but has the noise of all those steps.
-
-    A terminated episode has no future, hence no value of a successor. A truncated one would have
-    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode. The end of the rollout is like a
-    truncation: A_T = 0, and the last delta holds V(s_T).
-
-    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
-    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
-    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
-    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
-
-    >>> column = lambda *numbers: jnp.array(numbers)[:, None]
-    >>> advantage = compute_gae(
-    ...     reward=column(1.0, 1.0, 1.0, 1.0),
-    ...     value=column(2.0, 2.0, 2.0, 2.0),
-    ...     next_value=column(2.0, 2.0, 9.0, 4.0),
-    ...     terminated=column(False, False, True, False),
-    ...     truncated=column(False, False, False, False),
-    ...     gamma=0.5,
-    ...     gae_lambda=0.5,
-    ... )
-    >>> advantage[:, 0].tolist()
-    [-0.0625, -0.25, -1.0, 1.0]
-    """
-    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
-    decay = gamma * gae_lambda * (1 - (terminated | truncated))
-
-    def backwards(next_advantage, inputs):
-        delta, decay = inputs
-        advantage = delta + decay * next_advantage
-        return advantage, advantage
-
-    start = jnp.zeros_like(delta[0])
-    unroll = gpu_unroll(platform, 16)
-    _, advantage = jax.lax.scan(backwards, start, (delta, decay), reverse=True, unroll=unroll)
-    return advantage
-
-
-def clipped_objective(ratio, advantage, clip_coef):
-    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
-
-    ratio = p_new(a|s) / p_old(a|s) weights samples of the old policy so that they count as samples
-    of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
-    samples of the old policy say little about one far from it. So the objective stops growing where
-    the ratio has moved by c in the direction that A asks for: there the minimum is the clipped
-    term, a constant with gradient zero, and the sample stops pushing. On the other side nothing is
-    clipped: a sample that went the wrong way is always pulled back.
-
-    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
-
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
-    [1.0, 1.25, 0.5]
-    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
-    ...     jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25
-    ... ).tolist()
-    [1.0, 0.0, 1.0]
-
-    With A = -1 it is the other way round:
-
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
-    [-1.0, -1.5, -0.75]
-    >>> jax.vmap(jax.grad(clipped_objective), (0, None, None))(
-    ...     jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25
-    ... ).tolist()
-    [-1.0, -1.0, -0.0]
-    """
-    clipped_ratio = jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef)
-    return jnp.minimum(ratio * advantage, clipped_ratio * advantage)
-
-
-class Mean(NamedTuple):
-    """A metric of a minibatch that is a mean over samples; minibatches are averaged."""
-
-    value: jax.Array  # [], a number; a vector wants a tag for each component
-
-    def combine(self, where):
-        """The mean of several minibatches; `where` tells which of them took place."""
-        return Mean(self.value.mean(where=where))
-
-
-class Max(NamedTuple):
-    """A metric of a minibatch that is a maximum; the greatest of all counts. For your own ones."""
-
-    value: jax.Array  # []
-
-    def combine(self, where):
-        """The maximum of several minibatches; `where` tells which of them took place."""
-        return Max(self.value.max(where=where, initial=-jnp.inf))
-
-
-def combine_metrics(metrics, where):
-    """{tag: `Mean` or `Max` of []} from those of several minibatches, of the shape of `where`.
-
-    Raises TypeError where a metric does not say how, ValueError where it is no plain number.
-    """
-    for tag, metric in metrics.items():
-        if not isinstance(metric, Mean | Max):
-            raise TypeError(f"the metric {tag} must say what it is: Mean(...) or Max(...)")
-        if metric.value.shape != where.shape:
-            raise ValueError(f"the metric {tag} of a minibatch must be a plain number")
-    return {tag: metric.combine(where) for tag, metric in metrics.items()}
-
-
-def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its samples.
-
-    Returns (loss [], metrics {tag: `Mean` or `Max`}); `target_kl` needs "losses/approx_kl".
-
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`; in the first minibatch every ratio is 1 and it is -mean(A), 0 if
-    these are normalised, so it measures no progress: only its gradient matters. The value loss is
-    half the mean squared distance to the target, advantage + old value. With `clip_vloss` the
-    larger of two errors counts, that of the value and that of the value held within clip_coef of
-    the old one. Once a value has moved further than that towards its target, the second one is
-    larger and has no gradient. Returns of an episode lie between -1 and 1, so steps of 0.2 an
-    update are enough to follow them; those of trials or with bonuses may be larger, and
-    `--no-clip-vloss` better. The entropy bonus keeps the policy from becoming certain before it has
-    tried all actions.
-
-    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
-    that falls from log(num_actions), explained_variance that rises towards 1. Once the task is
-    solved, all but the last go towards 0; the last means little where all returns are the same.
-    """
-    rnn_state = jax.tree.map(lambda x: x[0], batch.rnn_state)
-    dist, value, _ = forward(args, params, batch.inputs, rnn_state)
-
-    # --- Policy ---
-    log_ratio = dist.log_prob(batch.action) - batch.log_prob
-    ratio = jnp.exp(log_ratio)
-    policy_loss = -clipped_objective(ratio, batch.advantage, args.clip_coef).mean()
-
-    # --- Value ---
-    value_error = (value - batch.target) ** 2
-    if args.clip_vloss:
-        change = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
-        value_error = jnp.maximum(value_error, (batch.value + change - batch.target) ** 2)
-    value_loss = 0.5 * value_error.mean()
-
-    # --- Entropy ---
-    entropy = dist.entropy().mean()
-
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    return loss, {
-        "losses/policy_loss": Mean(policy_loss),
-        "losses/value_loss": Mean(value_loss),
-        "losses/entropy": Mean(entropy),
-        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative; the other's tag, CleanRL's, calls it the older one.
-        "losses/approx_kl": Mean((ratio - 1 - log_ratio).mean()),
-        "losses/old_approx_kl": Mean(-log_ratio.mean()),
-        # On either side of the range; only those that went where A asks have no gradient.
-        "losses/clipfrac": Mean((jnp.abs(ratio - 1) > args.clip_coef).mean()),
-    }
-
-
-def random_permutation(key, n):
-    """A pseudo-random permutation of range(n), uint32 [n]: a fast `jax.random.permutation(key, n)`.
-
-    That one sorts, which took 40% of the time of training CartPole. Few numbers are ranked by
-    comparing all with all. For many there is a Feistel network: it is a bijection on the bits of
-    the index, whatever function mixes their halves. Where n is no power of two, indices that leave
-    the range walk on along their cycle until they are back in it (Black & Rogaway, 2002).
-    """
-    if n <= 256:  # with so few bits some orders would come up too often
-        draws = jax.random.bits(key, n, jnp.uint32)
-        index = np.arange(n)
-        is_less = draws < draws[:, None]
-        is_tied = (draws == draws[:, None]) & (index < index[:, None])
-        return (is_less | is_tied).sum(1, dtype=jnp.uint32)
-
-    bits = (n - 1).bit_length()
-    low, high = bits // 2, bits - bits // 2  # widths of the two halves
-    round_keys = jax.random.bits(key, (6, 2), jnp.uint32)
-
-    def mix(half, round_key, width):  # the top bits of a multiplicative hash
-        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-        return (x ^ (x >> 13)) >> (32 - width)
-
-    def feistel(index):
-        left, right = index >> low, index & ((1 << low) - 1)
-        for left_key, right_key in round_keys:
-            left = left ^ mix(right, left_key, high)
-            right = right ^ mix(left, right_key, low)
-        return (left << low) | right
-
-    index = feistel(jnp.arange(n, dtype=jnp.uint32))
-    if n == 1 << bits:
-        return index
-    return jax.lax.while_loop(
-        lambda index: (index >= n).any(),
-        lambda index: jnp.where(index < n, index, feistel(index)),
-        index,
-    )
-
-
-def update_epochs(args, params, opt_state, batch, learning_rate, key, sharding):
-    """Passes over a batch of N environments in shuffled minibatches of whole environments.
-
-    A scan over epochs of a scan over minibatches; `active` and `no_epoch` serve `target_kl` alone.
-    `sharding` is explained at `update`.
-    Returns (params, opt_state, metrics {tag: []}).
-    """
-
-    def minibatch_step(carry, index):  # index [M] of environments
-        params, opt_state = carry
-        minibatch = jax.tree.map(lambda x: x[:, index], batch)
-        if sharding is not None:  # each device takes its part of the environments
-            minibatch = jax.lax.with_sharding_constraint(minibatch, sharding)
-        if args.norm_adv:
-            advantage = minibatch.advantage - minibatch.advantage.mean()
-            advantage = advantage / (minibatch.advantage.std() + 1e-8)
-            minibatch = minibatch._replace(advantage=advantage)
-        grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
-        params, opt_state, norm = optimizer_update(args, grads, opt_state, params, learning_rate)
-        return (params, opt_state), {**metrics, "losses/grad_norm": Mean(norm)}
-
-    def one_epoch(params, opt_state, key):
-        order = random_permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
-        return jax.lax.scan(minibatch_step, (params, opt_state), order)
-
-    def no_epoch(params, opt_state, key):
-        _, metrics = jax.eval_shape(one_epoch, params, opt_state, key)
-        return (params, opt_state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
-
-    def epoch(carry, key):
-        params, opt_state, active = carry
-        if args.target_kl is None:
-            (params, opt_state), metrics = one_epoch(params, opt_state, key)
-            return (params, opt_state, active), (metrics, active)
-        (params, opt_state), metrics = jax.lax.cond(
-            active, one_epoch, no_epoch, params, opt_state, key
-        )
-        approx_kl = metrics["losses/approx_kl"].value.mean()
-        return (params, opt_state, active & (approx_kl <= args.target_kl)), (metrics, active)
-
-    (params, opt_state, _), (metrics, active) = jax.lax.scan(
-        epoch, (params, opt_state, jnp.bool_(True)), jax.random.split(key, args.update_epochs)
-    )
-    took_place = jnp.broadcast_to(active[:, None], (args.update_epochs, args.num_minibatches))
-    metrics = combine_metrics(metrics, took_place)
-    return params, opt_state, {tag: metric.value for tag, metric in metrics.items()}
-
-
-# ==================================================================================================
-# Training
-# ==================================================================================================
-
-
-class TrainState(NamedTuple):
-    """Everything that training needs to go on; checkpoints hold exactly this.
-
-    A field of your own begins in `init_train_state` and goes on in `update`; if it is of [N], its
-    name also belongs into `state_shardings`.
-    """
-
-    params: dict
-    opt_state: optax.OptState
-    env_state: GridState  # of [N]
-    trial: Any  # `Trial` of [N], () without trials
-    agent_state: AgentState  # of [N]
-    stats: EpisodeStats  # of [N]
-    curiosity: Any  # `Curiosity` of [N], () without the bonus
-    key: jax.Array  # PRNG key
-    update: jax.Array  # [], updates done
-
-
-def init_train_state(args, key):
-    """The `TrainState` of one agent before its first update."""
-    env = make_env(args)
-    agent_key, reset_key, key = jax.random.split(key, 3)
-    params = init_agent(args, agent_key, env)
-    env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
-    state = TrainState(
-        params=params,
-        opt_state=make_optimizer(args).init(params),
-        env_state=env_state,
-        trial=init_trial(args, env_state),
-        agent_state=init_agent_state(args, args.num_envs),
-        stats=init_episode_stats(args.num_envs),
-        curiosity=init_curiosity(args),
-        key=key,
-        update=jnp.zeros((), jnp.int32),
-    )
-    # For states of your own: a Python 0 in one is weakly typed, and `scan` would let a step make a
-    # float of it without a word.
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
-
-
-def update(args, state, *, platform=None, sharding=None):
-    """One PPO update of one agent; returns (state, metrics {tag: []}).
-
-    `platform` ("cpu", "gpu", "tpu") picks what is faster there, `sharding` spreads the environments
-    of a minibatch [T, M] over devices. Without them this is plain JAX, for `jit` and `vmap` on any
-    device.
-    """
-    env = make_env(args)
-    rollout_key, epochs_key, next_key = jax.random.split(state.key, 3)
-
-    # --- Play ---
-    env_state, trial, agent_state, stats, trajectory, truncated_state = rollout(
-        args,
-        env,
-        state.params,
-        state.env_state,
-        state.trial,
-        state.agent_state,
-        state.stats,
-        rollout_key,
-        platform=platform,
-    )
-
-    # --- Reward what is new ---
-    reward, curiosity = trajectory.reward, state.curiosity
-    if args.count_bonus:
-        last = make_inputs(env, env_state, agent_state)  # after the last step
-        things, start = jax.tree.map(
-            lambda steps, x: jnp.concatenate([steps, x[None]]),
-            (trajectory.inputs.obs, trajectory.inputs.start),
-            (last.obs, last.start),
-        )
-        things = jax.vmap(jax.vmap(env.at_hand))(things)
-        curiosity, bonus = count_bonus(args, curiosity, things, start)
-        reward = reward + bonus
-
-    # --- Advantages ---
-    value, next_value = trajectory_values(
-        args, env, state.params, trajectory, (env_state, agent_state), truncated_state
-    )
-    advantage = compute_gae(
-        reward,
-        value,
-        next_value,
-        trajectory.terminated,
-        trajectory.truncated,
-        args.gamma,
-        args.gae_lambda,
-        platform=platform,
-    )
-    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
-
-    # --- Learn ---
-    batch = Batch(
-        inputs=trajectory.inputs,
-        rnn_state=jax.tree.map(lambda x: x[None], state.agent_state.rnn_state),
-        action=trajectory.action,
-        dist=trajectory.dist,
-        log_prob=trajectory.log_prob,
-        value=value,
-        advantage=advantage,
-        target=target,
-    )
-    learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:
-        left = jnp.maximum(0.0, 1 - state.update / float(args.num_updates))  # 0 after the run
-        learning_rate = learning_rate * left
-    params, opt_state, metrics = update_epochs(
-        args, state.params, state.opt_state, batch, learning_rate, epochs_key, sharding
-    )
-
-    metrics |= {
-        # Of the targets, by the old critic: target - value = advantage.
-        "losses/explained_variance": 1 - advantage.var() / target.var(),
-        "charts/learning_rate": learning_rate,
-        "charts/episodic_return": mean_of_ended(stats.last_return),
-        "charts/episodic_length": mean_of_ended(stats.last_length),
-    }
-    if args.count_bonus:
-        metrics["charts/intrinsic_reward"] = bonus.mean()
-    state = TrainState(
-        params=params,
-        opt_state=opt_state,
-        env_state=env_state,
-        trial=trial,
-        agent_state=agent_state,
-        stats=stats,
-        curiosity=curiosity,
-        key=next_key,
-        update=state.update + 1,
-    )
-    return state, metrics
-
-
-def train(args, key):
-    """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
-
-    A pure function of a key and of every float in `args`, so both can be swept in one program:
-
-        def agent(learning_rate, key):
-            return train(dataclasses.replace(args, learning_rate=learning_rate), key)
-
-        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
-
-    `args.seed` is not read (`seed_keys` has the command line's keys). Flags are not checked: call
-    `check_args` yourself, before you put arrays in. Sizes belong into `Args(...)`: where it derives
-    a flag from others, `replace` keeps the old one. charts/episodic_return is -inf until an episode
-    has ended.
-    """
-    if args.num_updates < 1:
-        raise ValueError(f"total_timesteps must be at least a batch, {args.batch_size} steps")
-    state = init_train_state(args, key)
-    return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
-
-
-def make_train_step(args):
-    """Returns the jitted `train_step(state) -> (state, metrics)`: one update of one agent.
-
-        state = jax.jit(functools.partial(init_train_state, args))(key)
-        train_step = make_train_step(args)
-        state, metrics = train_step(state)
-
-    It donates its argument: the new state takes the memory of the old one, which is gone. After
-    `args.num_updates` calls an annealed learning rate is zero.
-    """
-    return jax.jit(functools.partial(update, args), donate_argnums=0)
-
-
-# ==================================================================================================
-# Seeds and devices: everything above is one agent, the rest of the file is about running it
-# ==================================================================================================
-
-
-def seed_keys(args):
-    """One PRNG key per agent, [K]."""
-    first = jnp.uint32(args.seed)
-    return jax.vmap(jax.random.key)(first + jnp.arange(args.num_seeds, dtype=jnp.uint32))
-
-
-def make_mesh(args):
-    """The first `num_devices` devices of every process, in the order of the processes."""
-    devices = []
-    for process in range(jax.process_count()):
-        devices += jax.local_devices(process_index=process)[: args.num_devices]
-    return jax.sharding.Mesh(np.array(devices), (DEVICES,))
-
-
-def spreads_agents(args):
-    """Whether devices have agents of their own; if not, they share each agent's environments."""
-    # Several processes always share: checkpoints then gather the environments' states alone.
-    return jax.process_count() == 1 and args.num_seeds % args.num_devices == 0
-
-
-def place(args, state):
-    """A `TrainState` of K agents, spread over the mesh; every process must have the same one."""
-    if jax.process_count() == 1:
-        return jax.device_put(state, state_shardings(args))
-    # device_put would compare the processes' states, and find that NaN differs from itself.
-    return jax.jit(lambda state: state, out_shardings=state_shardings(args))(state)
-
-
-def state_shardings(args):
-    """How a `TrainState` of K agents lies on the mesh; a prefix of its tree."""
-    mesh = make_mesh(args)
-    if spreads_agents(args):
-        return jax.NamedSharding(mesh, jax.P(DEVICES))
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    by_environment = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [K, N]
-    curiosity = ()
-    if args.count_bonus:
-        curiosity = Curiosity(
-            visits=everywhere, last_episode=by_environment, episode=by_environment
-        )
-    fields = dict.fromkeys(TrainState._fields, everywhere)  # those you add, too
-    for name in ("env_state", "trial", "agent_state", "stats"):
-        fields[name] = by_environment
-    return TrainState(**fields | {"curiosity": curiosity})
-
-
-def over_agents(function, platform):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there. A
-    single agent is never batched, because `lax.cond` under vmap does the work of both branches.
-    """
-
-    def mapped(*trees):
-        num_agents = len(jax.tree.leaves(trees)[0])
-        if platform == "cpu" or num_agents == 1:
-            return jax.lax.map(lambda agent: function(*agent), trees)
-        return jax.vmap(function)(*trees)
-
-    return mapped
-
-
-def init_agents(args):
-    """The placed `TrainState` of K agents before their first update."""
-    # Runs once: compiling it quickly matters more than running it fast.
-    options = {"xla_backend_optimization_level": 0}
-    if make_mesh(args).devices.flat[0].platform == "cpu":  # these take off another half or more
-        options["xla_cpu_use_fusion_emitters"] = False
-        options["xla_cpu_parallel_codegen_split_count"] = 1
-    init = jax.jit(functools.partial(init_states, args), compiler_options=options)
-    return place(args, init())
-
-
-def init_states(args):
-    """The `TrainState` of K agents before their first update, where JAX likes to put it."""
-    # One after the other, which compiles sooner than a batch of them.
-    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
-
-
-def make_train_chunk(args):
-    """Returns the jitted `train_chunk(state, n) -> (state, metrics {tag: [rows, K]})`: n updates.
-
-    It takes the state of `init_agents` (or `place`) or of the chunk before, and donates it: the new
-    state takes the memory of the old one. Metrics have `chunk_size(args)` rows, the most that n may
-    be: those of the n updates come first, the rest is zero.
-    """
-    mesh = make_mesh(args)
-    platform = mesh.devices.flat[0].platform
-    sharding = None
-    if not spreads_agents(args):
-        sharding = jax.NamedSharding(mesh, jax.P(None, DEVICES))  # [T, M]
-    update_agent = functools.partial(update, args, platform=platform, sharding=sharding)
-    update_agents = over_agents(update_agent, platform)
-    if spreads_agents(args) and args.num_devices > 1:
-        layout = dict(mesh=mesh, in_specs=jax.P(DEVICES), out_specs=jax.P(DEVICES))
-        update_agents = jax.shard_map(update_agents, **layout, check_vma=False)
-
-    # Inlined, it compiles to the same program, but is traced once for both of its uses below.
-    update_agents = jax.jit(update_agents, inline=True)
-
-    def train_chunk(state, num_updates):
-        def one_update(i, carry):
-            state, log = carry
-            state, metrics = update_agents(state)
-            return state, jax.tree.map(lambda rows, row: rows.at[i].set(row), log, metrics)
-
-        # The host chooses how many updates run; one program serves all.
-        _, metrics = jax.eval_shape(update_agents, state)
-        for tag, metric in metrics.items():
-            if getattr(metric, "shape", None) != (args.num_seeds,):  # a `Mean` has none
-                raise ValueError(f"the metric {tag} that `update` returns must be a plain number")
-        log = jax.tree.map(lambda x: jnp.zeros((chunk_size(args), *x.shape), x.dtype), metrics)
-        return jax.lax.fori_loop(0, num_updates, one_update, (state, log))
-
-    placed, everywhere = state_shardings(args), jax.NamedSharding(mesh, jax.P())
-    layout = dict(in_shardings=(placed, None), out_shardings=(placed, everywhere))
-    return jax.jit(train_chunk, donate_argnums=0, **layout)
-
-
-def chunk_size(args):
-    """The most updates in one call of the device."""
-    return min(args.log_interval, args.checkpoint_interval, args.num_updates)
-
-
-# --- Several processes ---
-
-
-def join_processes(args):
-    """Starts JAX's distributed runtime; returns the arguments of this process.
-
-    All processes do exactly the same, down to the files. But only the first one's are kept: the
-    others write into temporary folders, and print nothing but errors.
-    """
-    # JAX's own service would catch SIGTERM before `StopSignals` does.
-    jax.config.update("jax_enable_preemption_service", False)
+    from xminigrid import benchmarks
+
+    known = benchmarks.registered_benchmarks()
+    is_name = benchmark_id in known
+    load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
     try:
-        jax.distributed.initialize(
-            coordinator_address=args.coordinator_address,
-            num_processes=args.num_processes,
-            process_id=args.process_id,
-            heartbeat_timeout_seconds=20,
-            shutdown_timeout_seconds=20,
-        )
-    except ValueError as error:
-        raise UsageError(f"--distributed: {error}") from error
-    args = dataclasses.replace(
-        args, num_processes=jax.process_count(), process_id=jax.process_index()
-    )
-    check_args(args)
-    if args.process_id > 0:
-        scratch = tempfile.mkdtemp(prefix=f"{SCRIPT}-")
-        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        sys.stdout = open(os.devnull, "w")
-        os.environ["WANDB_MODE"] = "disabled"
-        resume = args.resume
-        if resume is not None:
-            logs = shutil.ignore_patterns("events.out.tfevents.*")  # as long as the run
-            resume = shutil.copytree(resume, pathlib.Path(scratch, "resumed"), ignore=logs)
-        args = dataclasses.replace(args, runs_dir=scratch, videos_dir=scratch, resume=resume)
-    # Only now may the first process write into a run that the others have copied.
-    multihost_utils.sync_global_devices("processes joined")
-    return args
-
-
-def wait_for_processes(args):
-    """Waits until all processes are here: JAX ends those that end 20 s after the first one."""
-    if args.distributed:
-        multihost_utils.sync_global_devices("processes done")
-
-
-def without_processes(args):
-    """The `Args` that belong to the run itself: not by how many processes it was trained."""
-    return dataclasses.replace(
-        args, distributed=False, coordinator_address=None, num_processes=None, process_id=None
-    )
-
-
-def gather(tree):
-    """The tree with arrays that are spread over processes whole in each; all must take part."""
-
-    def gather_leaf(x):
-        if x.is_fully_addressable or x.is_fully_replicated:
-            return x
-        if is_key(x):
-            return jax.random.wrap_key_data(gather_leaf(jax.random.key_data(x)))
-        return multihost_utils.process_allgather(x, tiled=True)
-
-    return jax.tree.map(gather_leaf, tree)
-
-
-def agree_on_signal(signals):
-    """A signal that any of the processes has received, or None; all must ask equally often."""
-    if jax.process_count() == 1:
-        return signals.received
-    received = multihost_utils.process_allgather(np.int32(signals.received or 0))
-    return int(received.max()) or None
-
-
-# ==================================================================================================
-# Evaluation and video
-# ==================================================================================================
-
-
-class Evaluation(NamedTuple):
-    """The C episodes of a trial in E environments, and what it takes to draw those of the first
-    environment.
-
-    S is max_episode_steps + 1; states after the end of an episode mean nothing.
-    """
-
-    episode_return: jax.Array  # [C, E]
-    episode_length: jax.Array  # [C, E]
-    states: GridState  # of [C, S]
-
-
-class EvaluationStep(NamedTuple):
-    """Where an episode of E environments stands after t steps."""
-
-    t: jax.Array  # []
-    running: jax.Array  # [E], episodes that have not ended
-    env_state: GridState  # of [E]
-    agent_state: AgentState  # of [E]
-    episode_return: jax.Array  # [E]
-    episode_length: jax.Array  # [E]
-    states: GridState  # of [S], of the first environment so far
-
-
-def evaluate(args, params, key):
-    """An episode, or a trial of C, of one agent in each of E environments: an `Evaluation`.
-
-    Each is played on a fresh level, by the most likely actions or by drawn ones (`eval_mode`).
-    """
-    env = make_env(args)
-    num_envs = args.eval_episodes
-    reset_key, episodes_key = jax.random.split(key)
-    start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
-
-    def play_episode(agent_state, key):
-        action_key, step_key = jax.random.split(key)
-
-        def is_running(now):
-            return (now.t < env.max_episode_steps) & now.running.any()
-
-        def env_step(now):
-            inputs = make_inputs(env, now.env_state, now.agent_state)
-            dist, _, rnn_state = forward_step(args, params, inputs, now.agent_state.rnn_state)
-            action = dist.mode()
-            if args.eval_mode == "sampled":
-                action = dist.sample(jax.random.fold_in(action_key, now.t))
-            keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
-            env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
-            agent_state = agent_state_after(args, rnn_state, action, reward)
-            return EvaluationStep(
-                t=now.t + 1,
-                running=now.running & ~terminated,
-                env_state=env_state,
-                # What an agent remembers at the end of its episode stays, for the trial's next one.
-                agent_state=select(now.running, agent_state, now.agent_state),
-                episode_return=now.episode_return + jnp.where(now.running, reward, 0),
-                episode_length=now.episode_length + now.running,
-                states=jax.tree.map(
-                    lambda states, x: states.at[now.t + 1].set(x[0]), now.states, env_state
-                ),
-            )
-
-        def room_for_states(x):  # [E, ...] -> [S, ...]
-            return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
-
-        start = EvaluationStep(
-            t=jnp.int32(0),
-            running=jnp.ones(num_envs, bool),
-            env_state=start_state,
-            agent_state=agent_state,
-            episode_return=jnp.zeros(num_envs, jnp.float32),
-            episode_length=jnp.zeros(num_envs, jnp.int32),
-            states=jax.tree.map(room_for_states, start_state),
-        )
-        # Good policies need a fraction of the time limit, so this ends with the last episode.
-        end = jax.lax.while_loop(is_running, env_step, start)
-        agent_state = end.agent_state
-        if args.episodes_per_trial > 1:
-            agent_state = agent_state._replace(prev_ended=jnp.ones(num_envs, bool))
-        return agent_state, Evaluation(
-            episode_return=end.episode_return, episode_length=end.episode_length, states=end.states
-        )
-
-    episode_keys = jax.random.split(episodes_key, args.episodes_per_trial)
-    _, evaluation = jax.lax.scan(play_episode, init_agent_state(args, num_envs), episode_keys)
-    return evaluation
-
-
-def make_evaluate(args):
-    """Returns the jitted `evaluate_agents(params, keys)` of K agents: `Evaluation` of [K, ...]."""
-    platform = make_mesh(args).devices.flat[0].platform
-    return jax.jit(over_agents(functools.partial(evaluate, args), platform))
-
-
-def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run.
-
-    Training splits the seeds' keys, too; that never gives what `fold_in` gives here.
-    """
-    return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
-
-
-def summarize_evaluation(args, evaluation, finite):
-    """What summary.json and eval.json say of an evaluation of K agents.
-
-    Means over the agents with finite [K] parameters, and under "per_seed" those of every agent. An
-    episode is a success if its return is positive. Raises RunError where there is no such agent.
-    """
-    if not finite.any():
-        raise RunError("the parameters of all agents are NaN or infinite")
-    returns = np.asarray(evaluation.episode_return, float)  # [K, C, E]
-    lengths = np.asarray(evaluation.episode_length, float)
-
-    def scores(agents, axes):  # means over these axes, of one or several agents
-        numbers = {
-            "eval_return_mean": returns[agents].mean(axes),
-            "eval_return_std": returns[agents].std(axes),
-            "eval_length_mean": lengths[agents].mean(axes),
-            "success_rate": (returns[agents] > 0).mean(axes),
-        }
-        return {name: number.tolist() for name, number in numbers.items()}
-
-    summary = {
-        "eval_episodes": args.eval_episodes * args.episodes_per_trial,
-        "eval_mode": args.eval_mode,
-        **scores(finite, (0, 1, 2)),
-        "eval_return_ci95": bootstrap_interval(returns[finite].mean((1, 2))),
-        "per_seed": scores(slice(None), (1, 2)),
-    }
-    if args.episodes_per_trial > 1:  # of the first, second, ... episode of a trial
-        summary["trial_episodes"] = scores(finite, (0, 2))
-    return summary
-
-
-def bootstrap_interval(values, samples=10_000):
-    """95% bootstrap interval [low, high] of the mean of values [K]; None for a single one."""
-    if len(values) == 1:
-        return None
-    means = np.random.default_rng(0).choice(values, (samples, len(values))).mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
-
-
-def finite_agents(params):
-    """Which agents have finite parameters, bool [K]."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    return np.all([np.isfinite(x).reshape(len(x), -1).all(1) for x in leaves], axis=0)
-
-
-def record_video(args, evaluation, folder, name, width=320, max_frames=1000):
-    """Writes the first agent's first episode, or trial, as a GIF of at most `max_frames`.
-
-    Returns its path, None where the environment has no `render`.
-    """
-    env = make_env(args)
-    if not hasattr(env, "render"):
-        return None
-    states = jax.tree.map(lambda x: x[0] if is_key(x) else np.asarray(x[0]), evaluation.states)
-    lengths = np.asarray(evaluation.episode_length[0, :, 0], int)
-    moments = ((episode, t) for episode, length in enumerate(lengths) for t in range(length + 1))
-    method = Image.Quantize.MAXCOVERAGE  # a level has some 80 colours at most: each keeps its own
-    frames = []
-    for moment in itertools.islice(moments, max_frames):
-        state = jax.tree.map(operator.itemgetter(moment), states)
-        picture = Image.fromarray(env.render(state, width // env.width))
-        frames.append(picture.quantize(256, method))
-    path = pathlib.Path(folder, f"{name}.gif")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
-    return path
-
-
-# ==================================================================================================
-# Run folder
-# ==================================================================================================
-
-
-class UsageError(ValueError):
-    """Flags that cannot work; exit status 2."""
-
-
-class RunError(Exception):
-    """A failure that is not a mistake in the code: files, packages, diverged losses; status 1."""
-
-
-def create_run_folder(args):
-    """Creates the folder of a new run; returns its path."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    try:
-        pathlib.Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):  # runs that start in one second get numbers
-            run_dir = pathlib.Path(args.runs_dir, name if number == 1 else f"{name}_{number}")
-            if not pathlib.Path(args.videos_dir, run_dir.name).exists():  # of another --runs-dir
-                with contextlib.suppress(FileExistsError):
-                    run_dir.mkdir()
-                    return run_dir
-    except OSError as error:
-        raise RunError(f"the folder of the run cannot be created: {error}") from error
-
-
-def create_video_folder(args, run_dir):
-    """Creates the folder for the videos of a run, unless it exists; returns its path."""
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
-    try:
-        video_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"the folder for videos cannot be created: {error}") from error
-    return video_dir
-
-
-def write_file(path, content):
-    """Writes bytes to a file that nobody sees half-written; raises RunError."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link to elsewhere
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}") from error
-
-
-def to_json(content):
-    """The text of flags or results; a path, which a flag that you add may be, is a string there."""
-    return json.dumps(content, indent=2, default=os.fspath)
-
-
-def write_json(path, content):
-    """Writes JSON; numbers that are not finite become null. Raises RunError."""
-    content = json.loads(to_json(content), parse_constant=lambda _: None)
-    write_file(path, (to_json(content) + "\n").encode())
-
-
-def load_args(run_dir):
-    """The `Args` saved in a run's args.json; raises RunError.
-
-    They are turned into a command line and parsed like one, which checks the types of all.
-    """
-    try:
-        saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
-        unknown = saved.keys() - vars(Args()).keys()  # tyro has flags of its own: one writes a file
-        if unknown:
-            raise ValueError(f"args.json has unknown flags: {sorted(unknown)}")
-        words = []
-        for name, value in saved.items():
-            if isinstance(value, list):  # a tuple; flags that you add may be one
-                words += [f"--{name}", *map(str, value)]
-            else:
-                words.append(f"--{name}={value}")
-        plain = [tyro.conf.FlagConversionOff]  # --name=True instead of --name
-        args = tyro.cli(Args, args=words, config=plain, console_outputs=False)
-        parsed = json.loads(to_json(vars(args)))
-        if parsed | saved != parsed:
-            raise ValueError("args.json has values of the wrong type")
-        check_args(args)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise RunError(f"{run_dir} is not a run of {SCRIPT}: {error}") from error
-    except SystemExit as error:  # tyro's
-        raise RunError(f"{run_dir} is not a run of {SCRIPT}: args.json does not fit") from error
-    return args
-
-
-def leaf_name(path):
-    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def is_key(leaf):
-    """Whether an array holds PRNG keys, of which a checkpoint holds the data."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def flatten_state(state):
-    """{name: plain array} of a state."""
-    leaves = jax.tree.leaves_with_path(state)
-    return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
-
-
-def checkpoints(run_dir):
-    """The paths of a run's checkpoints, the newest last; files with other names are the user's."""
-    paths = pathlib.Path(run_dir, "checkpoints").glob("*.npz")
-    return sorted(path for path in paths if re.fullmatch("[0-9]{9,}", path.stem))
-
-
-def save_checkpoint(run_dir, state, num_kept=3):
-    """Writes checkpoints/<update>.npz and removes all but the newest few; raises RunError."""
-    path = pathlib.Path(run_dir, "checkpoints", f"{int(state.update[0]):09d}.npz")
-    buffer = io.BytesIO()
-    np.savez(buffer, **jax.device_get(flatten_state(state)))
-    write_file(path, buffer.getbuffer())
-    for old in checkpoints(run_dir)[:-num_kept]:
-        with contextlib.suppress(OSError):  # more files than needed do no harm
-            old.unlink()
-
-
-def load_checkpoint(args, run_dir):
-    """The newest checkpoint of a run as the placed `TrainState` of K agents; raises RunError."""
-    path = max(checkpoints(run_dir), default=None)
-    if path is None:
-        raise RunError(f"{run_dir} holds no checkpoint")
-    template = jax.eval_shape(functools.partial(init_states, args))
-    expected = jax.eval_shape(flatten_state, template)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            # A small file may unpack to what fills the memory.
-            size = sum(member.file_size for member in file.zip.infolist())
-            if size > 2**26 + 10 * sum(x.size * x.dtype.itemsize for x in expected.values()):
-                raise ValueError(f"it unpacks to {size:,} bytes")
-            saved = dict(file)  # reading checks the CRC
-    except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
-        message = f"{path} is damaged ({error}); remove it to go back to an older one"
-        raise RunError(message) from error
-    for name in saved.keys() & expected.keys():  # NumPy saves bfloat16 as bytes without a type
-        dtype = expected[name].dtype
-        if saved[name].dtype == np.dtype(f"V{dtype.itemsize}"):
-            saved[name] = saved[name].view(dtype)
-    for name in sorted(expected.keys() | saved.keys()):
-        have, want = (
-            f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "missing"
-            for arrays in (saved, expected)
-        )
-        if have != want:
-            message = f"{name} is {have}, expected: {want}"
-            raise RunError(f"{path} does not fit {SCRIPT} with these flags: {message}")
-
-    def restore(path, leaf):
-        array = saved[leaf_name(path)]
-        return jax.random.wrap_key_data(array) if is_key(leaf) else array
-
-    return place(args, jax.tree.map_with_path(restore, template))
-
-
-def load_run(run_dir):
-    """The (args, state) of a saved run, on one device; the state is that of K agents.
-
-    Raises RunError.
-    """
-    args = dataclasses.replace(load_args(run_dir), num_devices=1)
-    return args, load_checkpoint(args, run_dir)
-
-
-def is_finished(args, state):
-    """Whether nothing of a resumed run is left to do, its final evaluation included."""
-    summary = pathlib.Path(args.resume, "summary.json")
-    if int(state.update[0]) < args.num_updates or not summary.is_file():
-        return False
-    return '"status": "finished"' in summary.read_text(errors="replace")
-
-
-def say(line, **options):
-    """Prints a line at once; where nobody can read it any more, the run goes on."""
-    try:
-        print(line, flush=True, **options)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")
-
-
-class Logger:
-    """Writes metrics of K agents to TensorBoard (a run each) and the terminal; keeps the time."""
-
-    def __init__(self, args, run_dir, first_update):
-        self.args = args
-        self.first_update = first_update
-        self.finite = np.ones(args.num_seeds, bool)  # agents whose losses are finite
-        if args.track:
-            import wandb
-
-            wandb.tensorboard.patch(root_logdir=str(run_dir), save=False)  # sends what is written
-            name = run_dir.resolve().name
-            wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
-        folders = [run_dir]
-        if args.num_seeds > 1:
-            folders = [run_dir / f"seed_{args.seed + k}" for k in range(args.num_seeds)]
-        self.writers = [event_file_writer.EventFileWriter(str(folder)) for folder in folders]
-        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
-        table = "\n".join(["|flag|value|", "|-|-|", *rows])
-        for writer in self.writers:
-            self.add(writer, first_update, 0, summary=text_pb("hyperparameters", table))
-            # Readers drop what an interrupted run had logged after this step.
-            self.add(writer, first_update, 1, session_log={"status": "START"})
-        # Of training in this process, without pauses:
-        self.start = time.perf_counter()
-        self.seconds = 0.0
-        self.sps = None
-
-    def add(self, writer, update, offset, **content):
-        step = update * self.args.batch_size + offset
-        writer.add_event(Event(wall_time=time.time(), step=step, **content))
-
-    def write(self, update, metrics):
-        """Writes {tag: [K]} of an update; values that are not finite are left out."""
-        for k, writer in enumerate(self.writers):
-            values = {tag: value[k] for tag, value in metrics.items() if np.isfinite(value[k])}
-            entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
-            self.add(writer, update, 0, summary={"value": entries})
-
-    def flush(self):
-        """Before a checkpoint: a killed run must not lose what comes before it."""
-        for writer in self.writers:
-            writer.flush()
-
-    def log_chunk(self, first, last, metrics):
-        """Waits for updates first + 1 .. last and logs their metrics {tag: [n, K]}.
-
-        Raises RunError when no agent with finite losses is left.
-        """
-        jax.block_until_ready(metrics)
-        self.seconds = time.perf_counter() - self.start
-        steps = (last - self.first_update) * self.args.batch_size * self.args.num_seeds
-        self.sps = steps / self.seconds
-        metrics = {tag: np.asarray(value)[: last - first] for tag, value in metrics.items()}
-        for i in range(last - first):
-            self.write(first + 1 + i, {tag: value[i] for tag, value in metrics.items()})
-        self.write(last, {"charts/SPS": np.full(self.args.num_seeds, self.sps)})
-        self.flush()
-        self.check_losses(first, metrics["losses/grad_norm"])
-        self.print_progress(last, {tag: value[-1] for tag, value in metrics.items()})
-
-    def print_progress(self, update, metrics):
-        """One line that is rewritten on a terminal, a new one each time elsewhere."""
-        mean = {tag: value[self.finite].mean() for tag, value in metrics.items()}
-        done = update / self.args.num_updates
-        steps_left = (self.args.num_updates - update) * self.args.batch_size * self.args.num_seeds
-        line = f"{update * self.args.batch_size:,} steps ({done:.0%})"
-        line += f", {steps_left / self.sps:.0f} s left, {self.sps:,.0f} SPS"
-        for tag in ("charts/episodic_return", "losses/policy_loss", "losses/value_loss"):
-            if np.isfinite(mean.get(tag, math.nan)):
-                name = tag.partition("/")[2].removeprefix("episodic_").replace("_", " ")
-                line += f", {name} {mean[tag]:.4g}"
-        if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            say(f"\r{line[:width]}\033[K", end="")
-        else:
-            say(line)
-
-    def check_losses(self, first, grad_norm):
-        """Names agents whose gradients [n, K] are no longer finite; RunError if none is left."""
-        for k in np.flatnonzero(self.finite & ~np.isfinite(grad_norm).all(0)):
-            self.finite[k] = False
-            update = first + 1 + np.isfinite(grad_norm[:, k]).argmin()
-            message = f"the losses of seed {self.args.seed + k} are not finite at update {update}"
-            if not self.finite.any():
-                raise RunError(f"{message}, no seed is left; a smaller --learning-rate may help")
-            start = "\n" if sys.stdout.isatty() else ""  # not into the progress line
-            say(f"{start}error: {message}; the others go on", file=sys.stderr)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Stops the clock for what is not training."""
-        begin = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - begin
-
-    def close(self):
-        for writer in self.writers:
-            writer.close()
-        if self.args.track:
-            import wandb
-
-            wandb.finish()
-            wandb.tensorboard.unpatch()  # a second run of this process patches it again
-        if sys.stdout.isatty():
-            say("")
-
-
-# ==================================================================================================
-# Main
-# ==================================================================================================
-
-
-def check_args(args):
-    """Raises UsageError for flags that cannot work."""
-
-    def check(condition, message):
-        if not condition:
-            raise UsageError(message)
-
-    check(args.num_seeds >= 1, f"--num-seeds must be at least 1, not {args.num_seeds}")
-    check(0 <= args.seed <= 2**32 - args.num_seeds, "--seed: all seeds must lie in [0, 2^32)")
-    check(args.num_devices >= 1, f"--num-devices must be at least 1, not {args.num_devices}")
-    name = re.fullmatch(r"\w[\w.-]*", args.exp_name, re.ASCII)
-    check(name, "--exp-name must consist of letters, digits and ._-, the last two not first")
-    check(args.log_interval >= 1, "--log-interval must be at least 1")
-    check(args.checkpoint_interval >= 1, "--checkpoint-interval must be at least 1")
-    check(args.eval_episodes >= 1, "--eval-episodes must be at least 1")
-    check(args.eval_interval >= 0, "--eval-interval must be at least 0")
-    check(args.video_interval >= 1, "--video-interval must be at least 1")
-    if args.env_id.startswith(XLAND):
-        has_benchmark = args.benchmark_id is not None
-        check(args.ruleset_id is None or has_benchmark, "--ruleset-id needs --benchmark-id")
-        check(not args.img_obs, "--img-obs: XLand-MiniGrid's environments have codes only")
-    else:
-        is_unused = args.benchmark_id is None and args.ruleset_id is None
-        check(is_unused, "--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
-    check(args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}")
-    check(args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}")
-    check(args.episodes_per_trial >= 1, "--episodes-per-trial must be at least 1")
-    check(args.action_emb_dim >= 1, "--action-emb-dim must be at least 1")
-    check(args.rnn_hidden_dim >= 1, "--rnn-hidden-dim must be at least 1")
-    check(args.rnn_num_layers >= 1, "--rnn-num-layers must be at least 1")
-    check(args.head_hidden_dim >= 1, "--head-hidden-dim must be at least 1")
-    check(args.num_minibatches >= 1, "--num-minibatches must be at least 1")
-    check(args.update_epochs >= 1, "--update-epochs must be at least 1")
-    check(0 < args.learning_rate < math.inf, "--learning-rate must be positive")
-    check(0 <= args.gamma <= 1, f"--gamma must lie in [0, 1], not be {args.gamma}")
-    check(0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not be {args.gae_lambda}")
-    check(0 <= args.clip_coef < math.inf, "--clip-coef must be at least 0")
-    check(0 <= args.ent_coef < math.inf, "--ent-coef must be at least 0")
-    check(0 <= args.vf_coef < math.inf, "--vf-coef must be at least 0")
-    check(0 <= args.int_coef < math.inf, "--int-coef must be at least 0")
-    check(0 < args.max_grad_norm < math.inf, "--max-grad-norm must be positive")
-    limited = args.target_kl is None or 0 <= args.target_kl < math.inf
-    check(limited, "--target-kl must be at least 0 and finite")
-    check(0 < args.adam_eps < math.inf, "--adam-eps must be positive")
-    processes = args.num_processes if args.num_processes is not None else 1
-    check(processes >= 1, f"--num-processes must be at least 1, not {processes}")
-    for flag in ("coordinator_address", "num_processes", "process_id"):
-        unused = not args.distributed and getattr(args, flag) is not None
-        check(not unused, f"--{flag.replace('_', '-')} needs --distributed")
-    check(not (args.distributed and args.eval is not None), "--eval: without --distributed")
-    message = f"--num-minibatches must divide --num-envs, {args.num_envs}"
-    check(args.num_envs % args.num_minibatches == 0, message)
-    if args.distributed or args.num_seeds % args.num_devices != 0:  # see `spreads_agents`
-        devices = args.num_devices * processes
-        message = f"--num-envs must be a multiple of --num-minibatches x {devices} devices"
-        if not args.distributed:
-            message += ", or --num-seeds one of --num-devices"
-        check(args.num_envs % (devices * args.num_minibatches) == 0, message)
-    size = args.batch_size
-    check(args.num_updates >= 1, f"--total-timesteps must be at least a batch, {size} steps")
-
-
-def parse_args(words=None):
-    """The `Args` of a command line; those of a saved run are the defaults of --resume and --eval.
-
-    Raises UsageError, or RunError where the saved run cannot be read.
-    """
-    args = tyro.cli(Args, args=words)
-    run_dir = args.resume if args.resume is not None else args.eval
-    if run_dir is None:
-        check_args(args)
-        return args
-    if args.resume is not None and args.eval is not None:
-        raise UsageError("--resume and --eval exclude each other")
-
-    saved = without_processes(load_args(run_dir))
-    if args.eval is not None:  # on one device, and writes nowhere that a stranger's folder names
-        saved = dataclasses.replace(saved, num_devices=1, track=False, videos_dir=Args().videos_dir)
-    default = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-    args = tyro.cli(Args, args=words, default=default)
-    may_change = {"resume", "eval", "eval_episodes", "eval_mode", "videos_dir", "num_devices"}
-    if args.eval is not None:  # trials may go on for longer
-        may_change.add("episodes_per_trial")
-    if args.resume is not None:
-        may_change |= {"log_interval", "checkpoint_interval", "eval_interval"}
-        may_change |= {"capture_video", "video_interval", "track", "wandb_project"}
-        may_change |= {"distributed", "coordinator_address", "num_processes", "process_id"}
-        if not args.anneal_lr:
-            may_change.add("total_timesteps")
-    for field in dataclasses.fields(args):
-        old, new = getattr(saved, field.name), getattr(args, field.name)
-        if new != old and field.name not in may_change:
-            flag = "--" + field.name.replace("_", "-")
-            message = f"{flag}: this run has {old}, which cannot become {new} here"
-            if field.name == "total_timesteps" and args.resume is not None:
-                message += " (only where the learning rate is not annealed)"
-            raise UsageError(message)
-    check_args(args)
-    return args
-
-
-def use_compilation_cache():
-    """Lets a later process load the programs this one compiles, from the user's cache folder.
-
-    A folder that JAX was told already, by an environment variable too, wins. The name under which
-    JAX keeps a program depends on jaxlib's version and on what the processor can do.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    try:
-        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        folder = home / "single-file-jax-ppo"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return  # no home, or nothing may be written there: no cache, then
-    # JAX's own limit needs another package. A gigabyte; what was written first goes first.
-    with contextlib.suppress(OSError):  # another process may do the same
-        files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
-        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
-        sizes = itertools.accumulate(status.st_size for status, _ in files)
-        for (_, path), size in zip(files, sizes):
-            if size > 2**30:
-                path.unlink(missing_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-class StopSignals:
-    """The first Ctrl-C or SIGTERM inside `with` is remembered, a second one ends the process."""
-
-    def __init__(self):
-        self.received = None
-
-    def __enter__(self):
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # Python has handlers in its main thread only
-        # None where a handler is not Python's, which cannot put it back.
-        self.handlers = {n: signal.signal(n, self.receive) or signal.SIG_DFL for n in numbers}
-        return self
-
-    def receive(self, number, frame):
-        self.received = number
-        for n in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(n, signal.SIG_DFL)
-
-    def __exit__(self, *exception):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-
-
-def next_pause(args, done):
-    """The update after which the host has something to do again."""
-    intervals = [args.log_interval, args.checkpoint_interval]
-    if args.eval_interval:
-        intervals.append(args.eval_interval)
-    if args.capture_video:
-        intervals.append(args.video_interval)
-    return min(args.num_updates, *(done - done % interval + interval for interval in intervals))
-
-
-def describe(summary):
-    """The result of an evaluation in a few words."""
-    score = f"{summary['eval_mode']} return {summary['eval_return_mean']:.3f}"
-    score += f", success rate {summary['success_rate']:.3f}"
-    score += f" over {summary['eval_episodes']} episodes"
-    if "trial_episodes" in summary:
-        rates = [f"{rate:.3f}" for rate in summary["trial_episodes"]["success_rate"]]
-        score += f" (of a trial's first, second, ... episode {', '.join(rates)})"
-    return score
-
-
-def evaluate_run(args):
-    """`--eval`: writes the run's eval.json and a video, nothing else."""
-    run_dir = pathlib.Path(args.eval)
-    state = load_checkpoint(args, run_dir)
-    video_dir = create_video_folder(args, run_dir)
-    evaluation = make_evaluate(args)(state.params, evaluation_keys(args))
-    finite = finite_agents(state.params)
-    summary = summarize_evaluation(args, evaluation, finite)
-    summary["total_timesteps"] = int(state.update[0]) * args.batch_size
-    summary["failed_seeds"] = (args.seed + np.flatnonzero(~finite)).tolist()
-    say(describe(summary))  # before anything that the disk may refuse
-    write_json(run_dir / "eval.json", summary)
-    video = record_video(args, evaluation, video_dir, "eval")
-    if video:
-        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
-
-
-def main(words=None):
-    """Trains, resumes or evaluates as the command line says; raises UsageError and RunError."""
-    begin = PROCESS_START if words is None else time.time()
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
-    args = parse_args(words)
-    if args.list_envs:
-        lines = []
-        for env in ENVIRONMENTS.values():
-            size = f"{env.width}x{env.height}"
-            line = f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps"
-            lines.append(line + (", observes its mission" if env.observes_mission else ""))
-        say("\n".join(lines))
-        return
-    if args.track:
-        wandb = importlib.util.find_spec("wandb")
-        if wandb is None or wandb.origin is None:  # or a mere folder of that name
-            raise UsageError("--track needs wandb: pip install wandb")
-    if args.distributed:
-        args = join_processes(args)  # before anything else that JAX does
-    make_env(args)  # raises UsageError for what there is not; not before, since xminigrid uses JAX
-    if args.num_devices > jax.local_device_count():
-        raise UsageError(f"--num-devices {args.num_devices}: JAX sees {jax.local_devices()}")
-    use_compilation_cache()
-    if args.eval is not None:
-        evaluate_run(args)
-        return
-
-    # --- Start, or go on: XLA compiles training while Python does the rest ---
-    start = time.perf_counter()
-    if args.resume is not None:
-        state = load_checkpoint(args, args.resume)
-        if state.update[0] > args.num_updates:
-            raise UsageError("--total-timesteps: this run has done more steps already")
-        if is_finished(args, state):
-            say(f"{args.resume} is finished; to evaluate it again: --eval {args.resume}")
-            return
-    shapes = jax.eval_shape(functools.partial(init_states, args))
-    lowered = make_train_chunk(args).lower(shapes, jnp.int32(1))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compilation = pool.submit(lowered.compile)
-        if args.resume is None:
-            state = init_agents(args)
-        evaluate_agents = make_evaluate(args)  # only traced: its errors show before training
-        jax.eval_shape(evaluate_agents, state.params, evaluation_keys(args))
-        train_chunk = compilation.result()
-    compile_seconds = time.perf_counter() - start
-
-    run_dir = create_run_folder(args) if args.resume is None else pathlib.Path(args.resume)
-    video_dir = create_video_folder(args, run_dir)
-    run_args = without_processes(dataclasses.replace(args, resume=None))
-    flags = to_json(vars(run_args))
-    write_file(run_dir / "args.json", flags.encode())  # write_json would make infinity null
-    for name in ("summary.json", "eval.json"):  # of an earlier end
-        (run_dir / name).unlink(missing_ok=True)
-    say(f"{run_dir}: compiled in {compile_seconds:.1f} s")
-
-    # --- Train: while the device works on a chunk of updates, the host logs the one before ---
-    done = int(state.update[0])
-    logger = Logger(args, run_dir, done)
-    with contextlib.closing(logger):
-        pending = None  # (first, last, metrics) of the chunk that is not logged yet
-        with StopSignals() as signals:
-            while done < args.num_updates and not agree_on_signal(signals):
-                first, done = done, next_pause(args, done)
-                state, metrics = train_chunk(state, jnp.int32(done - first))  # does not wait
-                if pending:
-                    logger.log_chunk(*pending)
-                pending = (first, done, metrics)
-
-                save_due = done % args.checkpoint_interval == 0
-                video_due = args.capture_video and done % args.video_interval == 0
-                eval_due = video_due or (args.eval_interval and done % args.eval_interval == 0)
-                if done == args.num_updates or not (save_due or eval_due):
-                    continue  # what is due at the end comes below
-                logger.log_chunk(*pending)  # waits for the device
-                pending = None
-                with logger.paused():
-                    if eval_due:
-                        evaluation = evaluate_agents(state.params, evaluation_keys(args))
-                        scores = np.asarray(evaluation.episode_return).mean((1, 2))  # [K]
-                        logger.write(done, {"eval/episodic_return": scores})
-                        logger.flush()
-                    if save_due:  # after it nothing is repeated: all that is logged comes before
-                        save_checkpoint(run_dir, gather(state))
-                    if video_due:
-                        name = f"step_{done * args.batch_size}"
-                        record_video(args, evaluation, video_dir, name)
-            if pending:
-                logger.log_chunk(*pending)
-            save_checkpoint(run_dir, gather(state))
-        received = agree_on_signal(signals)
-
-        # --- Evaluate and sum up; the video comes last, so that nothing depends on it ---
-        finite = logger.finite & finite_agents(state.params)
-        device = make_mesh(args).devices.flat[0]
-        summary = {
-            "script": SCRIPT,
-            "status": "interrupted" if received else "finished",
-            "env_id": args.env_id,
-            "seed": args.seed,
-            "num_seeds": args.num_seeds,
-            "num_devices": args.num_devices,
-            "num_processes": jax.process_count(),
-            "num_envs": args.num_envs,
-            "num_steps": args.num_steps,
-            "total_timesteps": done * args.batch_size,
-            "failed_seeds": (args.seed + np.flatnonzero(~finite)).tolist(),
-            "sps": logger.sps,
-            "compile_seconds": compile_seconds,
-            "train_seconds": logger.seconds,
-            "backend": device.platform,
-            "device_kind": device.device_kind,
-            "jax_version": jax.__version__,
-            "args": vars(run_args),
-        }
-        if not received:
-            evaluation = evaluate_agents(state.params, evaluation_keys(args))
-            summary |= summarize_evaluation(args, evaluation, finite)
-            logger.write(done, {"eval/episodic_return": summary["per_seed"]["eval_return_mean"]})
-        summary["wall_seconds"] = time.time() - begin
-        write_json(run_dir / "summary.json", summary)
-
-    if received:
-        how = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
-        if words is not None:  # called from Python, perhaps with parts replaced
-            how = f'main(["--resume", {str(run_dir)!r}])'
-        if args.distributed:
-            how += " with --distributed, in every process as before"
-        say(f"interrupted at update {done}; to go on: {how}")
-        wait_for_processes(args)
-        sys.exit(128 + received)
-    video = record_video(args, evaluation, video_dir, f"step_{done * args.batch_size}")
-    say(f"run: {run_dir}")
-    if video:
-        say(f"video: {video}" + ("" if finite[0] else " (of an agent that failed)"))
-    say(f"{describe(summary)}, {summary['wall_seconds']:.1f} s in all")
-    wait_for_processes(args)
+        rulesets = load(benchmark_id)
+    except Exception as error:  # damaged bytes make pickle raise nearly anything
+        what = f"neither one of {', '.join(known)} nor a file of rulesets"
+        if is_name:
+            what = "cannot be downloaded or read"
+        raise Problem(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
+    count = rulesets.num_rulesets()
+    chosen = slice(MAX_RULESETS)
+    if ruleset_id is not None:
+        if not 0 <= ruleset_id < count:
+            raise Problem(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+        chosen = slice(ruleset_id, ruleset_id + 1)
+    return jax.tree.map(lambda x: x[chosen], rulesets)
+
+
+@functools.cache
+def find_xland(env_id, benchmark_id, ruleset_id):
+    """The `XLand` of these flags, read once."""
+    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
+    with jax.ensure_compile_time_eval():
+        return XLand(env_id, benchmark_id, ruleset_id)
 
 
 if __name__ == "__main__":
-    # Python notices Ctrl-C only when a compilation has ended; the system's own action is at once.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    words = None
+    if "ipykernel" in sys.modules:
+        words = []  # a notebook's cell has no command line
+    else:  # Python would notice Ctrl-C only when a compilation has ended
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        main()
-    except (UsageError, RunError) as error:  # errors of the code keep their traceback
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        main(words)
+    except Problem as problem:
+        sys.exit(f"error: {problem}")
