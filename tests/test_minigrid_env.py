@@ -239,16 +239,48 @@ def test_steps_equal_farama(env_id):
     assert seen["won"] or "Obstructed" not in env_id
 
 
+def test_a_level_gets_as_many_random_numbers_as_it_asks_for():
+    """Of MultiRoom by hand: 24 C (R - 1) + 2 C + R + 2; and a level that asks for one more."""
+    for name, rooms, chains in (("N2-S4-v0", 2, 3), ("N4-S5-v1", 4, 10), ("N6-v0", 6, 40)):
+        env = script.find_env(f"MultiRoom-{name}")
+        expected = 24 * chains * (rooms - 1) + 2 * chains + rooms + 2
+        assert script.num_uniforms(env) == expected
+    draw = script.Uniforms(jnp.arange(5.0))
+    assert draw().tolist() == 0 and draw(2, 2).tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="5 random numbers, not 6"):
+        draw()
+
+    def greedy_level(env, draw):  # asks for more than when it was counted
+        asked.append(None)
+        draw(len(asked))
+        return script.empty_level(env, draw)
+
+    asked = []
+    greedy = script.dataclasses.replace(script.find_env("Empty-5x5"), level=greedy_level)
+    with pytest.raises(ValueError, match="random numbers"):
+        jax.eval_shape(greedy.reset, jax.random.key(0))
+
+
 @pytest.mark.parametrize("env_id", IDS)
-def test_uniforms_are_as_many_as_needed(env_id):
-    """One less is an error, for the ids that say how many they need."""
-    env = script.find_env(env_id)
-    if env.num_uniforms == script.MiniGrid.num_uniforms:
-        return
-    fewer = script.dataclasses.replace(env, num_uniforms=env.num_uniforms - 1)
-    jax.eval_shape(env.reset, jax.random.key(0))
-    with pytest.raises((TypeError, ValueError)):
-        jax.eval_shape(fewer.reset, jax.random.key(0))
+def test_levels_are_walled_in(env_id):
+    script.check_walls(script.find_env(env_id))
+
+
+@pytest.mark.parametrize("gap", [None, 3], ids=["no walls", "a gap"])
+def test_a_level_without_walls_is_an_error(gap, monkeypatch):
+    """When its environment is made: nothing checks later whether the agent leaves the grid."""
+
+    def open_level(env, draw):
+        level = script.empty_level(env, draw)
+        everywhere = jnp.full_like(level.grid, script.EMPTY)
+        grid = everywhere if gap is None else script.put(level.grid, gap, script.EMPTY)
+        return level._replace(grid=grid)
+
+    env_id = "MiniGrid-Empty-8x8-v0"
+    env = script.dataclasses.replace(script.find_env(env_id), level=open_level)
+    monkeypatch.setitem(script.ENVIRONMENTS, env_id, env)
+    with pytest.raises(ValueError, match="Empty-8x8-v0: a level has no walls"):
+        script.make_env(script.Args(env_id=env_id))
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -638,31 +670,6 @@ def test_pictures_equal_farama(env_id):
         )
 
 
-def test_what_is_at_hand():
-    """What Farama's agent carries and what its grid has in front of it; in codes and in pixels."""
-    env = script.find_env("BlockedUnlockPickup")
-    reference = gymnasium.make(env.env_id).unwrapped
-    in_pixels = script.dataclasses.replace(env, pixels=True)
-    observe = jax.jit(lambda state: env.at_hand(env.observe(state)))
-    observe_pixels = jax.jit(lambda state: in_pixels.at_hand(in_pixels.observe(state)))
-    rng, code_of_picture = np.random.default_rng(0), {}
-    nothing = (script.EMPTY // 8, 0, 0)
-    code = lambda thing: nothing if thing is None else thing.encode()
-    for _ in range(30):
-        new_episode(reference, rng, wild=True)
-        for _ in range(8):
-            _, _, terminated, *_ = reference.step(choose_action(reference, rng))
-            if terminated:
-                break
-            state = state_of(reference)
-            front = code(reference.grid.get(*reference.front_pos))
-            expected = np.array([front, code(reference.carrying)])
-            np.testing.assert_array_equal(observe(state), expected)
-            picture = np.asarray(observe_pixels(state)).tobytes()
-            assert code_of_picture.setdefault(picture, expected.tolist()) == expected.tolist()
-    assert len(code_of_picture) == len({str(x) for x in code_of_picture.values()}) >= 20
-
-
 @pytest.mark.parametrize("size, lit", [(8, False), (8, True), (16, False), (16, True)])
 def test_tiles_equal_farama(size, lit):
     from minigrid.core.grid import Grid
@@ -703,12 +710,23 @@ def test_small_memory_levels_show_everything_at_once(size, in_view):
 
 
 def test_names():
+    """Without a version it is Farama's newest one, as its own registry has it."""
+    newest = {}
     for env_id in IDS:
-        short = env_id.removeprefix("MiniGrid-").removesuffix("-v0")
-        assert script.find_env(env_id) is script.find_env(short)
+        name, version = env_id.removeprefix("MiniGrid-").rsplit("-v", 1)
+        newest[name] = max(version, newest.get(name, ""))
+    registered = gymnasium.registry
+    for env_id in IDS:
+        name = env_id.removeprefix("MiniGrid-").rsplit("-v", 1)[0]
         assert script.find_env(env_id) is script.find_env(env_id.removeprefix("MiniGrid-"))
+        assert script.find_env(env_id).env_id == env_id
+        expected = f"MiniGrid-{name}-v{newest[name]}"
+        assert script.full_id(name) == script.find_env(name).env_id == expected
+        versions = [i for i in registered if i.rsplit("-v", 1)[0] == f"MiniGrid-{name}"]
+        assert max(versions) == expected
+    assert script.full_id("ObstructedMaze-Full") == "MiniGrid-ObstructedMaze-Full-v1"
+    assert script.full_id("MultiRoom-N4-S5") == "MiniGrid-MultiRoom-N4-S5-v1"
     assert script.find_env("Empty-8x8-v1") is script.find_env("Empty-8x8-v0")
-    assert script.find_env("MultiRoom-N4-S5-v1") is not script.find_env("MultiRoom-N4-S5-v0")
     assert len(IDS) == 76
     with pytest.raises(ValueError, match="DoorKey-8x8"):
         script.find_env("DorKey-8x8")
@@ -799,20 +817,23 @@ def test_trials_equal_resets_with_the_same_seed():
     Where an episode ends, they are reset with the seed of the trial.
     """
     num_envs, limit, env_id = 8, 15, "MiniGrid-LavaGapS5-v0"
-    env = script.dataclasses.replace(script.find_env(env_id), max_episode_steps=limit)
+    single = script.dataclasses.replace(script.find_env(env_id), max_episode_steps=limit)
+    env = script.Trials(single, 1000)
+    assert env.max_episode_steps == 1000 * limit and env.num_actions == 7
     sizes = dict(num_envs=num_envs, num_steps=64, rnn_hidden_dim=8, head_hidden_dim=8)
     args = script.Args(env_id=env_id, episodes_per_trial=1000, **sizes)
     references = [gymnasium.make(env_id, max_steps=limit).unwrapped for _ in range(num_envs)]
     observations = [game.reset(seed=n)[0] for n, game in enumerate(references)]
     start = jax.tree.map(jnp.asarray, stack([state_of(game) for game in references]))
-    carry = start, script.init_trial(args, start), script.init_agent_state(args, num_envs)
+    trial = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), num_envs))
+    trial = trial._replace(env_state=start, start_state=start)
 
     @jax.jit
     def play(key):
         params = script.init_agent(args, key, env)
         stats = script.init_episode_stats(num_envs)
-        _, _, _, _, trajectory, _ = script.rollout(args, env, params, *carry, stats, key)
-        return trajectory
+        agent_state = script.init_agent_state(args, num_envs)
+        return script.rollout(args, env, params, trial, agent_state, stats, key)[3]
 
     trajectory = jax.device_get(play(jax.random.key(0)))
     assert not (trajectory.terminated | trajectory.truncated).any()  # the trial goes on
@@ -822,7 +843,8 @@ def test_trials_equal_resets_with_the_same_seed():
         for t in range(args.num_steps):
             inputs = jax.tree.map(lambda x: x[t, n], trajectory.inputs)  # noqa: B023
             np.testing.assert_array_equal(inputs.obs["image"], obs["image"])
-            assert (inputs.obs["direction"], inputs.prev_ended) == (obs["direction"], ended)
+            assert inputs.obs["direction"] == obs["direction"]
+            assert inputs.obs["restarted"] == ended and inputs.start == (t == 0)
             obs, reward, terminated, truncated, _ = game.step(trajectory.action[t, n])
             np.testing.assert_allclose(trajectory.reward[t, n], reward, atol=1e-6)
             ended = terminated or truncated
@@ -830,3 +852,28 @@ def test_trials_equal_resets_with_the_same_seed():
             if ended:
                 obs, _ = game.reset(seed=n)
     assert seen["terminated"] and seen["truncated"], seen
+
+
+def test_a_trial_ends_with_its_last_episode():
+    """Whether that ended by success or by the time limit; returns by episode."""
+    single = script.dataclasses.replace(script.find_env("Empty-5x5"), max_episode_steps=6)
+    env = script.Trials(single, 3)
+    step = jax.jit(env.step)
+    to_goal = [script.FORWARD, script.FORWARD, script.RIGHT, script.FORWARD, script.FORWARD]
+    too_long = [script.LEFT] * 6
+    for episodes in ([to_goal, too_long, to_goal], [too_long, to_goal, too_long]):
+        state = start = env.reset(jax.random.key(0))
+        returns = []
+        for number, actions in enumerate(episodes):
+            returns.append(0.0)
+            for t, action in enumerate(actions):
+                state, reward, terminated = step(jax.random.key(1), state, action)
+                returns[-1] += float(reward)
+                is_end = t == len(actions) - 1
+                assert bool(terminated) == (is_end and number == 2)
+                assert bool(env.observe(state)["restarted"]) == is_end
+            jax.tree.map(np.testing.assert_array_equal, state.env_state, start.env_state)
+        assert [x > 0 for x in returns] == [actions is to_goal for actions in episodes]
+        np.testing.assert_allclose(state.returns, returns)
+        again, _, _ = step(jax.random.key(1), state, script.LEFT)
+        np.testing.assert_array_equal(again.returns, state.returns)
