@@ -1797,7 +1797,7 @@ def init_train_state(args, key):
         update=jnp.zeros((), jnp.int32),
     )
     # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
-    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
 def update(args, state):
@@ -2221,11 +2221,15 @@ def parse_args(words=None):
 
 def use_compilation_cache():
     """Lets a later process load the programs this one compiles; JAX's environment variables win."""
-    if jax.config.jax_compilation_cache_dir is None:
-        folder = pathlib.Path.home() / ".cache" / "jax-ppo"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
+        if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+            entry.unlink(missing_ok=True)  # write no more entries beside it
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @contextlib.contextmanager
