@@ -299,7 +299,7 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Logarithms of all probabilities, actions first: [A, ...]."""
-        # As features come first in the networks: XLA merges this transpose with the one there.
+        # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):

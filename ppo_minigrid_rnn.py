@@ -937,8 +937,7 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Logarithms of all probabilities, actions first: [A, ...]."""
-        # With actions first the batch stays contiguous. Where the network computes so, too, XLA
-        # merges this transpose with the one at its end.
+        # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
@@ -951,7 +950,7 @@ class Categorical(NamedTuple):
 
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
-        # log_probs[action] of each sample; a choice among A arrays, as a gather's gradient is slow.
+        # A choice among A arrays: the gradient of a gather is slow.
         return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
 
     def entropy(self):
@@ -981,19 +980,14 @@ def orthogonal(gain):
     """An initializer of orthogonal weights, for flax.
 
     A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
-    signals and gradients neither vanish nor explode with depth (a wide one shortens most of them).
-    The gain sqrt(2) is derived for relu, which halves a signal's power. The gain of the head sets
-    where learning begins: 0.01 gives nearly the same policy in all states.
+    signals and gradients neither vanish nor explode with depth. The gain sqrt(2) makes up for relu,
+    which halves a signal's power. The actor's 0.01 gives nearly the same policy in all states.
     """
 
     def draw(key, shape, dtype=jnp.float32):
-        initializer = nn.initializers.orthogonal(gain)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU. An
-        # orthogonal initializer of your own needs the same.
-        draw_one = jax.custom_batching.sequential_vmap(
-            functools.partial(initializer, shape=shape, dtype=dtype)
-        )
-        return draw_one(key)
+        initializer = functools.partial(nn.initializers.orthogonal(gain), shape=shape, dtype=dtype)
+        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        return jax.custom_batching.sequential_vmap(initializer)(key)
 
     return draw
 
@@ -1302,9 +1296,7 @@ def make_optimizer(args):
     """Scales gradients down to `max_grad_norm`, then Adam, arXiv:1412.6980, without its rate.
 
     Adam divides a running mean of the gradient by the root of one of its square, so that every
-    parameter moves by about the learning rate, whatever the scale of its gradient; `adam_update` in
-    ppo_cartpole_jax.py has the formulas. `optimizer_update` multiplies by the learning rate, which
-    changes from update to update.
+    parameter moves by about the learning rate, whatever the scale of its gradient.
     """
     return optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps)

@@ -5,6 +5,7 @@ Other tests rely on it: what is one text in several scripts they run in one.
 
 import ast
 import io
+import math
 import re
 import sys
 import tokenize
@@ -23,53 +24,35 @@ DIFFERENT = {
     "make_env": ("ABCD", "of that environment"),
     "init_agent": ("ABCD", "networks and action distributions"),
     "forward": ("ABCD", "networks and action distributions, recurrence"),
-    "Transition": ("ABCD", "distributions, recurrence, steps of EnvPool that only reset"),
-    "Batch": ("ABCD", "distributions, samples or whole sequences, masked steps"),
+    "Transition": ("AABC", "recurrence, steps of EnvPool that only reset"),
+    "Batch": ("AABC", "samples or whole sequences, masked steps"),
     "rollout": ("AABC", "recurrence, a pool of emulators for all agents"),
     "trajectory_values": ("AABC", "recurrence, successors that EnvPool hands out"),
     "ppo_loss": ("ABCD", "metrics of a Gaussian, recurrence, masked steps"),
-    "loss_gradient": ("AA-B", "blocks for small networks, sums over processes"),
     "update_epochs": ("ABCD", "when to gather, manual Adam or optax, sequences, masked steps"),
     "TrainState": ("ABCD", "the environment's state, recurrence, optax"),
     "init_train_state": ("AABC", "recurrence, optax, games that begin later"),
     "update": ("ABCD", "scaled rewards, recurrence, a pool for all agents"),
-    "make_train_step": ("AAAB", "a pool of emulators"),
-    "make_mesh": ("AABB", "one process or several"),
-    "spreads_agents": ("AAB-", "several processes share all agents"),
-    "place": ("AABB", "one process or several"),
-    "state_shardings": ("AABC", "recurrence, agents that are never spread"),
-    "make_train_chunk": ("AABC", "several processes, a pool of emulators"),
-    "Evaluation": ("ABCD", "kinds of start, success, emulators on the host"),
+    "Evaluation": ("ABCD", "kinds of start, trials, emulators on the host"),
     "evaluate": ("ABCD", "kinds of start, recurrence, emulators on the host"),
-    "make_evaluate": ("AAAB", "emulators on the host"),
-    "summarize_evaluation": ("ABCD", "success rates, modes and protocols"),
     "record_video": ("ABCD", "a GIF, three panels in an MP4, or a game played again in colour"),
+    "save_checkpoint": ("AABA", "one process or several"),
     "check_args": ("ABCD", "each script has flags of its own"),
-    "parse_args": ("AABC", "the list of environments, several processes"),
-    "describe": ("ABCD", "success rates, modes of evaluation"),
+    "evaluation_scores": ("ABCA", "success rates"),
+    "evaluation_summary": ("AABC", "modes and protocols of evaluation"),
+    "describe": ("AABC", "modes and protocols of evaluation"),
+    "try_video": ("AABC", "several processes; a pool has no `render`"),
+    "evaluate_run": ("AAAB", "emulators on the host"),
     "main": ("AABC", "several processes, a pool of emulators"),
 }
 # Names in backticks that a script need not have itself.
 ELSEWHERE = {
     "adam_update": "of CartPole and the swing-up, where the others use optax",
-    "train_step": "what `make_train_step` returns",
-    "wall_seconds": "a key of summary.json",
     "connect_all": "of Farama's MiniGrid",
     "RGBImgPartialObsWrapper": "of Farama's MiniGrid",
     "TimeStep": "of XLand-MiniGrid",
 }
-BANNERS = [
-    "Args",
-    "Environment",
-    "Agent",
-    "Optimizer",
-    "PPO",
-    "Training",
-    "Seeds and devices",
-    "Evaluation and video",
-    "Run folder",
-    "Main",
-]
+BANNERS = ["Args", "Environment", "Agent", "Optimizer", "PPO", "Training", "Evaluation", "Running"]
 THIRD_PARTY = {"jax", "flax", "optax", "numpy", "tyro", "tensorboard", "imageio", "PIL", "envpool"}
 
 
@@ -126,31 +109,35 @@ def test_listed_names_exist():
 def test_same_last_lines():
     """What a command runs, after all definitions."""
     ends = {source(name).partition('\nif __name__ == "__main__":\n')[2] for name in QUICK}
-    assert len(ends) == 1 and "main()" in ends.pop()
+    assert len(ends) == 1 and "main(words)" in ends.pop()
 
 
 def test_banner_sections(script):
     """The same sections in the same order, between rules of 100 columns."""
     rule = "# " + "=" * 98
     found = re.findall(rf"^{rule}\n# (.+)\n{rule}$", source(script.__name__), re.MULTILINE)
-    assert [banner.partition(":")[0] for banner in found] == BANNERS
+    more = ["Catalogue"] if hasattr(script, "ENVIRONMENTS") else []
+    assert [banner.partition(":")[0] for banner in found] == BANNERS + more
 
 
 @having("train")  # Atari's pool of emulators plays for all agents
 def test_reinforcement_learning_needs_no_services(script):
-    """Nothing above "Seeds and devices" refers to what is below it, but for two exceptions."""
+    """Nothing above "Running" refers to what is below it, but for its exception."""
     tree = ast.parse(source(script.__name__))
     named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     text = source(script.__name__)
-    border = text[: text.index("# Seeds and devices")].count("\n")
+    border = text[: text.index("\n# Running")].count("\n")
     below = {node.name for node in named if node.lineno > border}
     above = [node for node in named if node.lineno <= border]
-    assert {"train", "seed_keys"} & (below | {node.name for node in above}) and "main" in below
+    catalogue = text.find("\n# Catalogue")  # MiniGrid's levels stand behind all else
+    last = text[:catalogue].count("\n") if catalogue > 0 else math.inf
+    in_catalogue = {node.name for node in named if node.lineno > last}
+    assert "train" in {node.name for node in above} and "main" in below
     for node in above:
         names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
         own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         used = {name.id for name in names} - own
-        assert not used & below - {"UsageError", "RunError"}, node.name
+        assert not used & below - {"Problem"} - in_catalogue, node.name
 
 
 def test_public_docstrings(script):
@@ -173,7 +160,7 @@ def test_names_in_texts_exist(script):
         elif token.type in (tokenize.COMMENT, tokenize.STRING):
             texts.append(token.string)
     named = set(re.findall(r"`([A-Za-z_]\w*)(?:\([^`]*\))?`", "\n".join(texts)))
-    assert len(named) > 50 and not named - names - ELSEWHERE.keys()
+    assert len(named) > 30 and not named - names - ELSEWHERE.keys()
 
 
 def test_imports(script):
@@ -192,7 +179,9 @@ def test_imports(script):
     metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
     declared = {re.match(r"[\w-]+", line)[0]: line for line in metadata["dependencies"]}
     needed = packages(everywhere) - optional
-    assert declared.keys() == {{"PIL": "pillow"}.get(package, package) for package in needed}
+    assert declared.keys() - {"filelock"} == {
+        {"PIL": "pillow"}.get(package, package) for package in needed
+    }  # JAX imports filelock for its cache
     requirements = (ROOT / "requirements.txt").read_text()
     listed = re.findall(r"^[\w-].*?(?= *[#;]|$)", requirements, re.MULTILINE)
     assert set(declared.values()) <= set(listed)  # the same bounds
