@@ -69,12 +69,9 @@ An agent with memory may also learn while it plays: with `--episodes-per-trial` 
 several times in a row and remembers the times before. `Trials` explains this meta-learning.
 
 `update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
-of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
-what follows is about running it: many agents and devices, evaluation, files, the command line,
-which calls `update` through `make_train_chunk`. Skip at a first reading what is there for speed
-alone, such as `gpu_unroll` and `random_permutation`. XLA, JAX's compiler, turns several whole
-updates, environment included, into one program, so Python and the device meet once in
-`--log-interval` updates instead of once a step. Details follow
+of your own. All above the banner "Running" is reinforcement learning, for one agent; what is below
+runs it, and behind that are the levels. Skip at a first reading what is there for speed alone, such
+as `gpu_unroll` and `random_permutation`. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
@@ -83,10 +80,9 @@ first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` fo
 `reverse` from the last one), that returns the last carry and all y, stacked; `jax.grad(f)` is the
 gradient of f by its first argument (by the second with `argnums=1`; with `has_aux` f returns
 something else too); `jax.tree.map` applies a function to all arrays of a tree, that is of nested
-tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other;
-`lax.cond(flag, f, g, *x)`, which calls f or g; `lax.while_loop`; and `eval_shape`, which tells
-shapes and runs nothing. Random numbers come from keys: each key is used once, and `split` makes new
-ones.
+tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other, `lax.while_loop`,
+and `eval_shape`, which tells shapes and runs nothing. Random numbers come from keys: each key is
+used once, and `split` makes new ones.
 
 Axes in shape comments (in formulas A is the advantage, U and W are weights of the GRU): K agents
 (seeds), T steps, N environments, M environments of a minibatch, W windows of steps
@@ -1875,11 +1871,14 @@ def train(args, key):
 
 
 class Evaluation(NamedTuple):
-    """Episodes in fresh environments, and what it takes to draw the first one."""
+    """Episodes in fresh environments, and what it takes to draw the first one.
+
+    S is max_episode_steps + 1; states after the end of an episode mean nothing.
+    """
 
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    states: Any  # of [L + 1], of the first episode; after its end they mean nothing
+    states: Any  # of [S], of the first episode
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
 
@@ -1892,7 +1891,7 @@ class EvaluationStep(NamedTuple):
     agent_state: AgentState  # of [E]
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    states: Any  # of [L + 1], of the first environment so far
+    states: Any  # of [S], of the first environment so far
 
 
 def evaluate(args, params, key):
@@ -1929,7 +1928,7 @@ def evaluate(args, params, key):
             ),
         )
 
-    def room_for_states(x):  # [E, ...] -> [L + 1, ...]
+    def room_for_states(x):  # [E, ...] -> [S, ...]
         return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
 
     start = EvaluationStep(
