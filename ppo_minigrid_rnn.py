@@ -18,8 +18,7 @@
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-For one large GPU; 1.2 million steps per second are predicted for an H100, from the compiled program
-(benchmarks/README.md):
+For a GPU:
 
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
 
@@ -27,6 +26,9 @@ Where memory decides, and more exploration is needed:
 
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
+
+(benchmarks/minigrid_count_bonus.py adds a bonus for what is new, where random play hardly ever
+succeeds.)
 
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 
@@ -74,12 +76,11 @@ An agent with memory may also learn while it plays: with `--episodes-per-trial` 
 several times in a row and remembers the times before. `Trials` explains this meta-learning.
 
 `update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
-of your own. Up to the end of the section "Training" stands reinforcement learning for one agent;
-what follows is about running it: many agents and devices, evaluation, files, the command line,
-which calls `update` through `make_train_chunk`. Skip at a first reading what is there for speed
-alone, such as `gpu_unroll` and `random_permutation`. XLA, JAX's compiler, turns several whole
-updates, environment included, into one program, so Python and the device meet once in
-`--log-interval` updates instead of once a step. Details follow
+of your own. Up to the end of the section "Training" stands reinforcement learning for one agent.
+What follows is about running it: many agents and devices, evaluation, files, the command line. The
+levels of all ids come last, in the section "Catalogue". Skip at a first reading what is there for
+speed alone, such as `gpu_unroll` and `random_permutation`. XLA, JAX's compiler, makes one program
+of whole updates, environment included. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
@@ -193,15 +194,11 @@ class Args:
     num_seeds: int = 1
     """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices (of each process) over which agents are spread or, if that does not divide
-    --num-seeds, environments (a CPU shows as N of them with
-    XLA_FLAGS=--xla_force_host_platform_device_count=N)"""
+    """devices of each process, over which agents or else environments are spread"""
     distributed: bool = False
-    """train with several processes that each run this command, also to --resume; the first one
-    writes"""
+    """train with several processes that each run this command; the first one writes"""
     coordinator_address: str | None = None
-    """address:port of the first process; JAX finds this and the next two by itself under SLURM,
-    Kubernetes, MPI and on TPU pods"""
+    """address:port of the first process; clusters tell this and the next two by themselves"""
     num_processes: int | None = None
     """processes that train together"""
     process_id: int | None = None
@@ -209,7 +206,7 @@ class Args:
     exp_name: str = SCRIPT
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: TensorBoard events, args.json, checkpoints, summary.json"""
+    """folder for <run_name>/ with TensorBoard events, args.json, checkpoints, summary.json"""
     videos_dir: str = "videos"
     """folder that receives <run_name>/ with videos"""
     log_interval: int = 5
@@ -221,8 +218,7 @@ class Args:
     eval_mode: Literal["greedy", "sampled"] = "greedy"
     """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
     eval_interval: int = 0
-    """updates between evaluations during training; 0: none but after the last update and for
-    videos"""
+    """updates between evaluations during training; 0: only at the end and for videos"""
     capture_video: bool = False
     """also record the policy during training, not only at its end"""
     video_interval: int = 50
@@ -238,21 +234,19 @@ class Args:
 
     # Environment
     env_id: EnvId = "MiniGrid-Empty-8x8-v0"
-    """environment, with or without "MiniGrid-" and "-v0"; or one of XLand-MiniGrid (needs
-    xminigrid): XLand-MiniGrid-R4-13x13 and so on, or XLand- before the id of one of its ports"""
+    """environment; without -v0 or -v1 Farama's newest version; XLand-... needs xminigrid"""
     list_envs: bool = False
     """print the environments and exit"""
     benchmark_id: str | None = None
-    """XLand-MiniGrid's tasks: the name of one of its benchmarks, which is downloaded, or a file"""
+    """XLand-MiniGrid's tasks: the name of one of its benchmarks, or a file"""
     ruleset_id: int | None = None
-    """number of the task in the benchmark; without it, every level (or trial) has a random one"""
+    """number of the task in the benchmark; without it, every level has a random one"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
     num_envs: int = 64
     """parallel environments of each agent, over all devices"""
     episodes_per_trial: int = 1
-    """episodes in a row on the same level, in which the agent remembers the ones before; with more
-    than one it learns to learn (meta-RL), and observes when an episode has ended"""
+    """episodes in a row on each level; with more than one it learns to learn: `Trials`"""
 
     # Agent
     action_emb_dim: int = 16
@@ -276,8 +270,7 @@ class Args:
     gamma: float = 0.995
     """discount"""
     gae_lambda: float = 0.99
-    """lambda of generalised advantage estimation; rewards are rare and many steps after what earned
-    them"""
+    """lambda of generalised advantage estimation; high, as rewards are rare and late"""
     num_minibatches: int = 16
     """minibatches per epoch, of whole environments"""
     update_epochs: int = 4
@@ -3031,11 +3024,8 @@ def take_blue_ball_end(env, before, action, after):
 
 def red_blue_end(env, before, action, after):
     """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
-    red, blue = before.marks
-    red_was_open = kind_of(at(before.grid, red)) == DOOR_OPEN
-    blue_was_open = kind_of(at(before.grid, blue)) == DOOR_OPEN
-    red_is_open = kind_of(at(after.grid, red)) == DOOR_OPEN
-    blue_is_open = kind_of(at(after.grid, blue)) == DOOR_OPEN
+    red_was_open, blue_was_open = kind_of(at(before.grid, before.marks)) == DOOR_OPEN
+    red_is_open, blue_is_open = kind_of(at(after.grid, before.marks)) == DOOR_OPEN
     success = blue_is_open & red_was_open
     blue_first = blue_is_open & ~red_was_open
     blue_shut = ~blue_is_open & blue_was_open & red_is_open
@@ -3900,17 +3890,12 @@ class Stroke(NamedTuple):
 
 
 WHOLE_TILE = Rectangle(0, 1, 0, 1, 1)
-LAVA_WAVES = [  # three waves of four strokes
-    stroke
+LAVA_WAVES = [  # three waves of four strokes, down and up
+    Stroke(x, y + low, 0.2, 0.1 - 2 * low, 0.03, 0)
     for y in (0.3, 0.5, 0.7)
-    for stroke in (
-        Stroke(0.1, y, 0.2, 0.1, 0.03, 0),
-        Stroke(0.3, y + 0.1, 0.2, -0.1, 0.03, 0),
-        Stroke(0.5, y, 0.2, 0.1, 0.03, 0),
-        Stroke(0.7, y + 0.1, 0.2, -0.1, 0.03, 0),
-    )
+    for x, low in ((0.1, 0), (0.3, 0.1), (0.5, 0), (0.7, 0.1))
 ]
-SHAPES = {  # of each kind, drawn in this order
+PICTURES = {  # of each kind, drawn in this order
     WALL: [WHOLE_TILE],
     FLOOR: [Rectangle(0.031, 1, 0.031, 1, 0.5)],
     DOOR_OPEN: [Rectangle(0.88, 1, 0, 1, 1), Rectangle(0.92, 0.96, 0.04, 0.96, 0)],
@@ -3942,7 +3927,7 @@ SHAPES = {  # of each kind, drawn in this order
     GOAL: [WHOLE_TILE],
     LAVA: [WHOLE_TILE, *LAVA_WAVES],
 }
-SHAPES[KEY_BOX] = SHAPES[BOX]
+PICTURES[KEY_BOX] = PICTURES[BOX]
 RGB = np.array(
     [[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]]
 )
@@ -3980,7 +3965,7 @@ def draw_tile(cell, direction, lit, size):
         colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` draws all bytes, also colours 6, 7
     image = np.zeros((pixels, pixels, 3), np.uint8)
     image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
-    for shape in SHAPES.get(kind, []):
+    for shape in PICTURES.get(kind, []):
         image[covers(shape, x, y)] = (shape.brightness * colour).astype(np.uint8)
     if direction is not None:
         # A triangle that points to where the agent looks: turn the pixels into its frame.

@@ -100,9 +100,9 @@ RUNS = {
 }
 
 
-def level_without_cue(env, uniforms):
+def level_without_cue(env, draw):
     """A level of a memory environment, without the object in the start room."""
-    level = script.memory_level(env, uniforms)
+    level = script.memory_level(env, draw)
     cue = (env.height // 2 - 1) * env.width + 1
     return level._replace(grid=script.put(level.grid, cue, script.EMPTY))
 

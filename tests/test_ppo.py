@@ -575,7 +575,7 @@ def test_target_kl_hides_no_losses_that_are_not_finite(script):
 def test_no_key_is_used_twice(script):
     """JAX's checker of key reuse, while tracing a start, a training step and an evaluation."""
     args = quick_args(script)
-    if hasattr(args, "count_bonus"):  # MiniGrid: a level whose steps draw numbers too
+    if hasattr(args, "episodes_per_trial"):  # MiniGrid: a level whose steps draw numbers too
         args = dataclasses.replace(args, env_id="MiniGrid-Dynamic-Obstacles-5x5-v0")
     with jax.debug_key_reuse(True):
         state = initial(script, args)

@@ -91,8 +91,6 @@ def test_sweep_over_every_float_and_seeds(script):
     has an effect.
     """
     args = short_args(script, num_minibatches=2, clip_vloss=True, norm_adv=True)
-    if hasattr(args, "count_bonus"):
-        args = dataclasses.replace(args, count_bonus=True)
     fields = [f.name for f in dataclasses.fields(args) if f.type in (float, "float")]
     others = {name: (getattr(args, name), 0.5 * getattr(args, name)) for name in fields}
     values = others | FLOATS
