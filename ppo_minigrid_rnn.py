@@ -13,8 +13,7 @@
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-For one large GPU; 1.2 million steps per second are predicted for an H100, from the compiled program
-(benchmarks/README.md):
+For a GPU:
 
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
 
@@ -22,6 +21,9 @@ Where memory decides, and more exploration is needed:
 
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
+
+(benchmarks/minigrid_count_bonus.py adds a bonus for what is new, where random play hardly ever
+succeeds.)
 
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 
@@ -210,21 +212,19 @@ class Args:
 
     # Environment
     env_id: EnvId = "MiniGrid-Empty-8x8-v0"
-    """environment, with or without "MiniGrid-" and "-v0"; or one of XLand-MiniGrid (needs
-    xminigrid): XLand-MiniGrid-R4-13x13 and so on, or XLand- before the id of one of its ports"""
+    """environment; without -v0 or -v1 Farama's newest version; XLand-... needs xminigrid"""
     list_envs: bool = False
     """print the environments and exit"""
     benchmark_id: str | None = None
-    """XLand-MiniGrid's tasks: the name of one of its benchmarks, which is downloaded, or a file"""
+    """XLand-MiniGrid's tasks: the name of one of its benchmarks, or a file"""
     ruleset_id: int | None = None
-    """number of the task in the benchmark; without it, every level (or trial) has a random one"""
+    """number of the task in the benchmark; without it, every level has a random one"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
     num_envs: int = 64
     """parallel environments of each agent, over all devices"""
     episodes_per_trial: int = 1
-    """episodes in a row on the same level, in which the agent remembers the ones before; with more
-    than one it learns to learn (meta-RL), and observes when an episode has ended"""
+    """episodes in a row on each level; with more than one it learns to learn: `Trials`"""
 
     # Agent
     action_emb_dim: int = 16
@@ -248,8 +248,7 @@ class Args:
     gamma: float = 0.995
     """discount"""
     gae_lambda: float = 0.99
-    """lambda of generalised advantage estimation; rewards are rare and many steps after what earned
-    them"""
+    """lambda of generalised advantage estimation; high, as rewards are rare and late"""
     num_minibatches: int = 16
     """minibatches per epoch, of whole environments"""
     update_epochs: int = 4
@@ -2564,11 +2563,8 @@ def take_blue_ball_end(env, before, action, after):
 
 def red_blue_end(env, before, action, after):
     """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
-    red, blue = before.marks
-    red_was_open = kind_of(at(before.grid, red)) == DOOR_OPEN
-    blue_was_open = kind_of(at(before.grid, blue)) == DOOR_OPEN
-    red_is_open = kind_of(at(after.grid, red)) == DOOR_OPEN
-    blue_is_open = kind_of(at(after.grid, blue)) == DOOR_OPEN
+    red_was_open, blue_was_open = kind_of(at(before.grid, before.marks)) == DOOR_OPEN
+    red_is_open, blue_is_open = kind_of(at(after.grid, before.marks)) == DOOR_OPEN
     success = blue_is_open & red_was_open
     blue_first = blue_is_open & ~red_was_open
     blue_shut = ~blue_is_open & blue_was_open & red_is_open
@@ -3433,17 +3429,12 @@ class Stroke(NamedTuple):
 
 
 WHOLE_TILE = Rectangle(0, 1, 0, 1, 1)
-LAVA_WAVES = [  # three waves of four strokes
-    stroke
+LAVA_WAVES = [  # three waves of four strokes, down and up
+    Stroke(x, y + low, 0.2, 0.1 - 2 * low, 0.03, 0)
     for y in (0.3, 0.5, 0.7)
-    for stroke in (
-        Stroke(0.1, y, 0.2, 0.1, 0.03, 0),
-        Stroke(0.3, y + 0.1, 0.2, -0.1, 0.03, 0),
-        Stroke(0.5, y, 0.2, 0.1, 0.03, 0),
-        Stroke(0.7, y + 0.1, 0.2, -0.1, 0.03, 0),
-    )
+    for x, low in ((0.1, 0), (0.3, 0.1), (0.5, 0), (0.7, 0.1))
 ]
-SHAPES = {  # of each kind, drawn in this order
+PICTURES = {  # of each kind, drawn in this order
     WALL: [WHOLE_TILE],
     FLOOR: [Rectangle(0.031, 1, 0.031, 1, 0.5)],
     DOOR_OPEN: [Rectangle(0.88, 1, 0, 1, 1), Rectangle(0.92, 0.96, 0.04, 0.96, 0)],
@@ -3475,7 +3466,7 @@ SHAPES = {  # of each kind, drawn in this order
     GOAL: [WHOLE_TILE],
     LAVA: [WHOLE_TILE, *LAVA_WAVES],
 }
-SHAPES[KEY_BOX] = SHAPES[BOX]
+PICTURES[KEY_BOX] = PICTURES[BOX]
 RGB = np.array(
     [[255, 0, 0], [0, 255, 0], [0, 0, 255], [112, 39, 195], [255, 255, 0], [100, 100, 100]]
 )
@@ -3513,7 +3504,7 @@ def draw_tile(cell, direction, lit, size):
         colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` draws all bytes, also colours 6, 7
     image = np.zeros((pixels, pixels, 3), np.uint8)
     image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
-    for shape in SHAPES.get(kind, []):
+    for shape in PICTURES.get(kind, []):
         image[covers(shape, x, y)] = (shape.brightness * colour).astype(np.uint8)
     if direction is not None:
         # A triangle that points to where the agent looks: turn the pixels into its frame.

@@ -1,15 +1,12 @@
 """The recurrent part of ppo_minigrid_rnn.py: replay, truncation values, resets, loss, gradients."""
 
-import ast
 import dataclasses
 import functools
-import itertools
 import json
-import pathlib
 import sys
 import types
-from collections import Counter
 from typing import NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -18,8 +15,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from conftest import load, run_main, scalars, words_of
-from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX
+from conftest import run_main, scalars
 from PIL import Image
 
 import ppo_minigrid_rnn as script
@@ -51,16 +47,15 @@ class Roll(NamedTuple):
 
     env: script.MiniGrid
     params: dict
-    trial: script.Trial  # before it
-    agent_state: script.AgentState  # likewise
+    agent_state: script.AgentState  # before it
     trajectory: script.Transition
     last_state: tuple  # (env_state, agent_state) after it
     truncated_state: tuple
-    env_states: script.GridState  # of [T, N], in which the agent acted
+    env_states: script.GridState  # (or `TrialState`) of [T, N], in which the agent acted
 
 
-def roll(args, key=0, platform=None):
-    """Two rollouts with truncated episodes; the second one as a `Roll`."""
+def roll(args, key=0, platform="cpu"):
+    """Two rollouts with truncated episodes, as on a platform; the second one as a `Roll`."""
     return roll_in(script.make_env(args), args, key, platform)
 
 
@@ -77,13 +72,13 @@ def roll_in(env, args, key, platform):
 
     make_inputs, script.make_inputs = script.make_inputs, watched_inputs
     try:
-        play = functools.partial(script.rollout, args, env, params, platform=platform)
-        play = jax.jit(play)
-        carry = state.env_state, state.trial, state.agent_state, state.stats
-        carry = play(*carry, jax.random.key(key))[:4]
+        play = jax.jit(functools.partial(script.rollout, args, env, params))
+        carry = state.env_state, state.agent_state, state.stats
+        with mock.patch.object(jax, "default_backend", lambda: platform):
+            carry = play(*carry, jax.random.key(key))[:3]
         jax.effects_barrier()
         seen.clear()
-        env_state, _, agent_state, _, trajectory, truncated_state = jax.block_until_ready(
+        env_state, agent_state, _, trajectory, truncated_state = jax.block_until_ready(
             play(*carry, jax.random.key(key + 1))
         )
         jax.effects_barrier()
@@ -91,10 +86,7 @@ def roll_in(env, args, key, platform):
         script.make_inputs = make_inputs
     env_states = jax.tree.map(lambda *steps: np.stack(steps), *seen)
     last_state = (env_state, agent_state)
-    _, trial, agent_state, _ = carry
-    return Roll(
-        env, params, trial, agent_state, trajectory, last_state, truncated_state, env_states
-    )
+    return Roll(env, params, carry[1], trajectory, last_state, truncated_state, env_states)
 
 
 def step_again(rolled):
@@ -110,10 +102,7 @@ def successors(args, rolled):
     before = rolled.agent_state.rnn_state
     _, _, rnn_states = forward(args, rolled.params, trajectory.inputs, before)
     nobody = jnp.zeros(trajectory.reward.shape, bool)
-    prev_ended = nobody if args.episodes_per_trial > 1 else ()
-    agent_state = script.AgentState(
-        rnn_states, trajectory.action, trajectory.reward, nobody, prev_ended
-    )
+    agent_state = script.AgentState(rnn_states, trajectory.action, trajectory.reward, nobody)
     return env_state, agent_state
 
 
@@ -183,31 +172,6 @@ def test_gru_equals_flax():
         carry = jnp.where(start[t][:, None], 0, carry)
         carry, _ = cell.apply({"params": theirs}, carry, x[:, :, t].T)
         np.testing.assert_allclose(ours[:, :, t].T, carry, atol=1e-5)
-
-
-def test_gru_gradient_equals_autodiff():
-    """The backward pass by hand against JAX's of the same steps, for all arguments; vmapped too."""
-    size, num_steps, num_envs = 5, 7, 4
-    rng = np.random.default_rng(0)
-    shapes = [(3 * size, size), (size, 1), (num_steps, 3 * size, num_envs), (size, num_envs)]
-    arguments = [rng.normal(size=shape) for shape in shapes]  # u, c, from_x, h
-    weights = rng.normal(size=(num_steps, size, num_envs))
-    start = rng.random((num_steps, num_envs)) < 0.3
-    assert start[0].any() and not start[0].all() and start[1:].any()
-
-    def gradient(run):
-        def loss(*arguments):
-            return (weights * run(*arguments, start) ** 2).sum()
-
-        return jax.grad(loss, argnums=(0, 1, 2, 3))
-
-    ours = gradient(script.run_gru)
-    theirs = gradient(script.run_gru.fun)  # without the rule of its gradient
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
-    with jax.enable_x64(True):
-        jax.tree.map(close, ours(*arguments), theirs(*arguments))
-        batch = [np.stack([x, 2 * x]) for x in arguments]
-        jax.tree.map(close, jax.vmap(ours)(*batch), jax.vmap(theirs)(*batch))
 
 
 def test_gradients_go_back_to_the_start_of_an_episode():
@@ -281,7 +245,7 @@ def test_memory_ends_with_the_episode(monkeypatch):
     assert abs(value[0, 0] - trajectory.value[t, n]) < 1e-5
 
 
-@pytest.mark.parametrize("platform", ["cpu", None])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_successor_values_against_brute_force(monkeypatch, platform):
     short_env(monkeypatch)
     args = script.Args(env_id="Empty-5x5", **SMALL)
@@ -345,11 +309,12 @@ def test_levels_made_beforehand(monkeypatch, num_envs, scans):
     env = short_env(monkeypatch, "MiniGrid-DoorKey-8x8-v0", limit=1)  # each step ends all episodes
     args = script.Args(env_id="DoorKey-8x8", **SMALL | dict(num_envs=num_envs, num_steps=2))
     state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(1))
-    carry = state.env_state, state.trial, state.agent_state, state.stats, jax.random.key(2)
-    play = functools.partial(script.rollout, args, env, state.params, platform="gpu")
+    carry = state.env_state, state.agent_state, state.stats, jax.random.key(2)
+    play = functools.partial(script.rollout, args, env, state.params)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     names = [equation.primitive.name for equation in jax.make_jaxpr(play)(*carry).eqns]
     assert names.count("scan") == scans
-    env_state, _, _, _, trajectory, _ = jax.jit(play)(*carry)
+    env_state, _, _, trajectory, _ = jax.jit(play)(*carry)
 
     step_keys = jax.random.split(jax.random.split(carry[-1], 3)[2], 2)
     level_keys = jax.vmap(script.level_keys, (0, None))(step_keys, jnp.arange(num_envs))
@@ -362,10 +327,35 @@ def test_levels_made_beforehand(monkeypatch, num_envs, scans):
     assert len(np.unique(levels.grid.reshape(2 * num_envs, -1), axis=0)) > 20
 
 
+def encode_by_convolutions(layers, code_sizes, params, x):
+    """What `Encoder` computes from x [F, Y, X, M, T], by XLA's own convolutions."""
+    x = x.reshape(*x.shape[:3], -1)
+    for i in range(len(params)):
+        features, size, stride = layers[i]
+        w, b = params[f"conv{i}"]["w"], params[f"conv{i}"]["b"]
+        blocks = [w]
+        if i == 0 and code_sizes:  # the patches' codes, one after the other
+            blocks = jnp.split(w, size**2 * np.cumsum(code_sizes)[:-1], axis=1)
+            codes = [jax.nn.one_hot(x[n], size, axis=0) for n, size in enumerate(code_sizes)]
+            x = jnp.concatenate(codes)
+        elif i == 0:
+            x = x / 255
+        kernel = [block.reshape(features, size, size, -1) for block in blocks]
+        x = jax.lax.conv_general_dilated(
+            x.astype(jnp.float32),
+            jnp.concatenate(kernel, axis=-1),
+            window_strides=(stride, stride),
+            padding="VALID",
+            dimension_numbers=("CHWN", "OHWI", "CHWN"),
+        )
+        x = jax.nn.relu(x + b[:, :, None, None])
+    return x
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("sides, pixels", [((7, 7), False), ((3, 5), False), ((56, 56), True)])
-def test_convolutions_equal_products(monkeypatch, sides, pixels):
-    """The encoder's two ways to compute one function, and its gradient."""
+def test_products_equal_convolutions(sides, pixels):
+    """The encoder and its gradient."""
     keys = jax.random.split(jax.random.key(0), 3)
     limits = (256, 256, 256) if pixels else script.CODE_SIZES
     shape = (4, 3, *sides, 3)
@@ -373,22 +363,23 @@ def test_convolutions_equal_products(monkeypatch, sides, pixels):
     encoder = script.Encoder(pixels)
     params = encoder.init(keys[1], image)
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(keys[2], x.shape), params)
+    layers, code_sizes = (script.PIXEL_LAYERS, None) if pixels else (script.CODE_LAYERS, limits)
 
-    def gradient(has_convolutions):
-        def encode(params, image):
-            features = encoder.apply(params, image)
-            return (features**2).mean(), features
+    def by_products(params):
+        features = encoder.apply(params, image)  # [F, M, T]
+        return (features**2).mean(), features
 
-        lowered = jax.jit(jax.value_and_grad(encode, has_aux=True)).lower(params, image)
-        assert ("stablehlo.convolution" in lowered.as_text()) == has_convolutions
-        return lowered.compile()(params, image)
+    def by_convolutions(params):
+        x = image.transpose(4, 2, 3, 1, 0)
+        x = encode_by_convolutions(layers, code_sizes, params["params"], x)
+        features = x.reshape(-1, *image.shape[1::-1])
+        return (features**2).mean(), features
 
-    by_products = gradient(has_convolutions=False)
-    as_elsewhere = lambda *operands, cpu, default: default(*operands)
-    monkeypatch.setattr(jax.lax, "platform_dependent", as_elsewhere)
-    by_convolutions = gradient(has_convolutions=True)
-    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(compare, by_products, by_convolutions)
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(encode, has_aux=True))(params)
+        for encode in (by_products, by_convolutions)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, theirs)
 
 
 # Trials ---------------------------------------------------------------------------------------
@@ -410,8 +401,8 @@ def trials():
 
 def ends_of_trials(args, rolled):
     """By the definition, from the step counts: (ended, done) [T - 1, N], of episodes, of trials."""
-    ended = np.asarray(rolled.env_states.step_count)[1:] == 0
-    count = rolled.trial.episode + np.cumsum(ended, axis=0)  # since the trial before the rollout
+    ended = np.asarray(rolled.env_states.env_state.step_count)[1:] == 0
+    count = rolled.env_states.episode[0] + np.cumsum(ended, axis=0)  # since before the rollout
     return ended, ended & (count % args.episodes_per_trial == 0)
 
 
@@ -422,8 +413,8 @@ def test_a_trial_stays_on_its_level(trials):
     assert (ended & ~done).sum() > done.sum() >= 2 * args.num_envs
     new_levels = 0
     for n in range(args.num_envs):
-        states = jax.tree.map(lambda x: x[:, n], rolled.env_states)  # noqa: B023
-        start = jax.tree.map(lambda x: x[n], rolled.trial.start_state)  # noqa: B023
+        states = jax.tree.map(lambda x: x[:, n], rolled.env_states.env_state)  # noqa: B023
+        start = jax.tree.map(lambda x: x[0, n], rolled.env_states.start_state)  # noqa: B023
         for t in range(args.num_steps - 1):
             now = jax.tree.map(lambda x: x[t + 1], states)  # noqa: B023
             if done[t, n]:
@@ -441,8 +432,9 @@ def test_memory_ends_with_the_trial(trials):
     args, rolled = trials
     inputs, trajectory = rolled.trajectory.inputs, rolled.trajectory
     ended, done = ends_of_trials(args, rolled)
+    restarted = inputs.obs["restarted"][1:]
     np.testing.assert_array_equal(inputs.start[1:], done)
-    np.testing.assert_array_equal(inputs.prev_ended[1:], ended)
+    np.testing.assert_array_equal(restarted, ended & ~done)
     np.testing.assert_array_equal(inputs.prev_action[1:], trajectory.action[:-1])
     np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward[:-1])
 
@@ -450,11 +442,12 @@ def test_memory_ends_with_the_trial(trials):
     steps = jax.tree.map(lambda x: x[1:].reshape(1, -1, *x.shape[2:]), inputs)
     _, _, states = forward(args, rolled.params, inputs, rolled.agent_state.rnn_state)
     states = states[:-1].reshape(-1, *states.shape[2:])
+    untold = {**steps.obs, "restarted": jnp.zeros_like(steps.obs["restarted"])}
     others = {
         "hidden state": (steps, 0 * states),
         "action": (steps._replace(prev_action=(steps.prev_action + 1) % 7), states),
         "reward": (steps._replace(prev_reward=steps.prev_reward + 1), states),
-        "end": (steps._replace(prev_ended=~steps.prev_ended), states),
+        "end": (steps._replace(obs=untold), states),
     }
     _, value, _ = forward(args, rolled.params, steps, states)
     for name, other in others.items():
@@ -464,13 +457,13 @@ def test_memory_ends_with_the_trial(trials):
 
 
 def test_advantages_across_the_episodes_of_a_trial(trials):
-    """GAE by its definition: cut at the ends of trials only, with the values of all that follows.
+    """GAE by its definition, cut at the ends of trials only.
 
-    A_t = sum_k (gamma lambda)^k delta_{t+k} up to the trial's end, where delta ends with 0 if the
-    last episode terminated, with the value of its true last observation if it was truncated.
+    A_t = sum_k (gamma lambda)^k delta_{t+k} up to the trial's end, after which there is nothing,
+    whether its last episode met lava or the time limit.
     """
     args, rolled = trials
-    trajectory, states = rolled.trajectory, rolled.env_states
+    trajectory, states = rolled.trajectory, rolled.env_states.env_state
     values = jax.jit(functools.partial(script.trajectory_values, args, rolled.env))
     value, next_value = jax.device_get(
         values(rolled.params, trajectory, rolled.last_state, rolled.truncated_state)
@@ -485,13 +478,14 @@ def test_advantages_across_the_episodes_of_a_trial(trials):
         args.gae_lambda,
     )
     ended, done = ends_of_trials(args, rolled)
-    limit = states.step_count[:-1] == rolled.env.max_episode_steps - 1
-    _, _, lava = step_again(rolled)  # or the goal
+    limit = states.step_count[:-1] == rolled.env.env.max_episode_steps - 1
+    step = jax.vmap(jax.vmap(functools.partial(rolled.env.env.step, jax.random.key(0))))
+    _, _, lava = jax.device_get(jax.jit(step)(states, trajectory.action))  # or the goal
     assert (ended == lava[:-1] | limit).all()
+    np.testing.assert_array_equal(trajectory.terminated[:-1], done)
     for end in (lava[:-1], limit & ~lava[:-1]):
         assert (end & done).sum() >= 3 < (end & ~done).sum()  # all four kinds of ends are met
-    true_last = successor_values(args, rolled)
-    last = np.where(done & lava[:-1], 0.0, np.where(done, true_last[:-1], value[1:]))
+    last = np.where(done, 0.0, value[1:])
     delta = trajectory.reward[:-1] + args.gamma * last - value[:-1]
     T = args.num_steps
     for n in range(args.num_envs):
@@ -500,68 +494,6 @@ def test_advantages_across_the_episodes_of_a_trial(trials):
             weights = (args.gamma * args.gae_lambda) ** np.arange(T)
             expected = [weights[: end - t] @ delta[t:end, n] for t in range(first, end)]
             np.testing.assert_allclose(ours[first:end, n], expected, atol=2e-5)
-
-
-class Without(ast.NodeTransformer):
-    """Takes out of a syntax tree what belongs to these names: branches, fields, arguments."""
-
-    def __init__(self, *names):
-        self.names = names
-
-    def without(self, nodes):
-        return [x for x in nodes if getattr(x, "id", getattr(x, "attr", None)) not in self.names]
-
-    def visit_If(self, node):
-        is_theirs = any(getattr(x, "attr", None) in self.names for x in ast.walk(node.test))
-        self.generic_visit(node)
-        return node.orelse if is_theirs else node
-
-    def visit_Call(self, node):
-        node.keywords = [x for x in node.keywords if x.arg not in self.names]
-        node.args = self.without(node.args)
-        return self.generic_visit(node)
-
-    def visit_Tuple(self, node):
-        node.elts = self.without(node.elts)
-        return self.generic_visit(node)
-
-    def visit_arguments(self, node):
-        node.args = [x for x in node.args if x.arg not in self.names]
-        return self.generic_visit(node)
-
-    def visit_AnnAssign(self, node):
-        return None if node.target.id in self.names else self.generic_visit(node)
-
-    def visit_FunctionDef(self, node):
-        return None if node.name in self.names else self.generic_visit(node)
-
-    visit_ClassDef = visit_FunctionDef
-
-
-TRIALS = ["episodes_per_trial", "trial", "prev_ended", "Trial", "init_trial", "no_ends"]
-BONUS = """count_bonus int_coef curiosity Curiosity init_curiosity hash_things at_hand""".split()
-
-
-@pytest.mark.parametrize("platform", ["cpu", None])
-def test_what_is_off_is_not_in_the_program(tmp_path, platform):
-    """Without trials and the bonus the update lowers to the text of a script that lacks both."""
-    names = TRIALS + BONUS
-    tree = Without(*names).visit(ast.parse(pathlib.Path(script.__file__).read_text()))
-    path = tmp_path / "without.py"
-    path.write_text(ast.unparse(tree))
-    plain = load(path)
-    assert not any(hasattr(where, name) for name in names for where in (plain, plain.Args()))
-
-    def lowered(module, **options):
-        args = module.Args(env_id="MiniGrid-Empty-5x5-v0", **SMALL, **options)
-        state = jax.eval_shape(functools.partial(module.init_train_state, args), jax.random.key(0))
-        update = jax.jit(functools.partial(module.update, args, platform=platform))
-        return update.lower(state).as_text()
-
-    ours = lowered(script)
-    assert ours == lowered(plain)
-    for switch in ({"episodes_per_trial": 2}, {"count_bonus": True}):
-        assert ours != lowered(script, **switch)
 
 
 def test_evaluation_plays_trials(monkeypatch):
@@ -574,8 +506,8 @@ def test_evaluation_plays_trials(monkeypatch):
     params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(1), x.shape), params)
     key = jax.random.key(2)
     evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, key)
-    reset_key, episodes_key = jax.random.split(key)
-    starts = jax.jit(jax.vmap(env.reset))(jax.random.split(reset_key, 8))
+    reset_key, episode_key = jax.random.split(key)
+    state = jax.jit(jax.vmap(env.reset))(jax.random.split(reset_key, 8))
 
     @jax.jit
     def step(state, agent_state, key):
@@ -583,96 +515,35 @@ def test_evaluation_plays_trials(monkeypatch):
         dist, _, rnn_state = script.forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.sample(key)
         state, reward, terminated = jax.vmap(env.step)(jax.random.split(key, 8), state, action)
-        return state, reward, terminated, rnn_state, action
+        return state, reward, terminated, script.agent_state_after(rnn_state, action, reward)
 
-    agent_state, nobody = script.init_agent_state(args, 8), jnp.zeros(8, bool)
-    for episode, episode_key in enumerate(jax.random.split(episodes_key, 3)):
-        action_key, _ = jax.random.split(episode_key)
-        running, state, returns, lengths = np.ones(8, bool), starts, np.zeros(8), np.zeros(8)
-        for t in range(12):
-            drawing_key = jax.random.fold_in(action_key, t)
-            state, reward, terminated, rnn_state, action = step(state, agent_state, drawing_key)
-            now = script.AgentState(rnn_state, action, reward, nobody, nobody)
-            agent_state = script.select(running, now, agent_state)
-            returns, lengths = returns + running * np.asarray(reward), lengths + running
-            running = running & ~np.asarray(terminated)
-        np.testing.assert_allclose(evaluation.episode_return[episode], returns, rtol=1e-6)
-        np.testing.assert_array_equal(evaluation.episode_length[episode], lengths)
-        agent_state = agent_state._replace(prev_ended=~nobody)
-        assert 2 <= (lengths < 12).sum() < 8  # lava and time limit
+    agent_state = script.init_agent_state(args, 8)
+    action_key, _ = jax.random.split(jax.random.split(episode_key, 1)[0])
+    episode, returns, lengths = np.zeros(8, int), np.zeros((8, 4)), np.zeros(8)
+    for t in range(3 * 12):
+        restart = state.restarted
+        drawing_key = jax.random.fold_in(action_key, t)
+        state, reward, terminated, agent_state = step(state, agent_state, drawing_key)
+        episode = np.minimum(episode + restart, 3)  # 3: after the trial
+        returns[np.arange(8), episode] += reward
+        lengths += episode < 3
+    np.testing.assert_allclose(evaluation.trial_returns, returns[:, :3], rtol=1e-6)
+    np.testing.assert_allclose(evaluation.episode_return, returns[:, :3].sum(1), rtol=1e-6)
+    np.testing.assert_array_equal(evaluation.episode_length, lengths)
+    assert 2 <= (lengths < 36).sum()  # lava and time limit
 
 
 def test_trials_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """A short run: success by episode; --eval may play more episodes, but not a single one."""
+    """A short run: success by episode."""
     monkeypatch.setattr(script, "record_video", lambda *_: None)  # takes seconds
     options = dict(episodes_per_trial=2, env_id="MiniGrid-Empty-5x5-v0", total_timesteps=256)
     run_dir = run_main(script, tmp_path, **options)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["eval_episodes"] == 2 * 4
+    assert summary["eval_episodes"] == 4
     assert len(scalars(run_dir)["losses/grad_norm"]) == 4
-    rates = summary["trial_episodes"]["success_rate"]
-    assert len(rates) == 2 and np.mean(rates) == summary["success_rate"]
-    _, state = script.load_run(run_dir)
-    assert state.trial.episode.shape == (1, 8) and state.agent_state.prev_ended.shape == (1, 8)
-
-    words = words_of(eval=run_dir, videos_dir=tmp_path / "videos")
-    capsys.readouterr()
-    script.main([*words, "--episodes-per-trial", "3"])
-    rates = json.loads((run_dir / "eval.json").read_text())["trial_episodes"]["success_rate"]
-    assert ", ".join(f"{rate:.3f}" for rate in rates) in capsys.readouterr().out and len(rates) == 3
-    with pytest.raises(script.RunError, match="does not fit"):
-        script.main([*words, "--episodes-per-trial", "1"])
-    message = "--episodes-per-trial: this run has 2, which cannot become 3"
-    with pytest.raises(script.UsageError, match=message):
-        script.parse_args([f"--resume={run_dir}", "--episodes-per-trial=3"])
-
-
-# Bonus ----------------------------------------------------------------------------------------
-
-
-def bonus_by_definition(coef, rollouts):
-    """The bonus [T, N] of each rollout, from its things and starts, both of [T + 1, N].
-
-    Things are bytes. Episodes go on from one rollout to the next, whose first row is the last one's
-    last. What is met in a rollout is counted before the bonus is given, but for the very first row.
-    """
-    episodes, met, bonuses = Counter(), {}, []
-    for things, start in rollouts:
-        bonus, earned = np.zeros((len(things) - 1, len(things[0]))), []
-        for t, row in enumerate(things):
-            for n, x in enumerate(row):
-                if start[t][n]:
-                    met[n] = set()
-                if t > 0 and x not in met[n]:
-                    episodes[x] += 1
-                    if not start[t][n]:
-                        earned.append((t - 1, n, x))
-                met[n].add(x)
-        for t, n, x in earned:
-            bonus[t, n] = coef / np.sqrt(episodes[x])
-        bonuses.append(bonus)
-    return bonuses
-
-
-def as_bytes(obs):
-    """Trees of [T, N, ...] as lists of lists of bytes."""
-    leaves = [np.asarray(x) for x in jax.tree.leaves(obs)]
-    T, N = leaves[0].shape[:2]
-    return [[b"".join(x[t, n].tobytes() for x in leaves) for n in range(N)] for t in range(T)]
-
-
-def test_counts_do_not_overflow():
-    """What all int32 has been used up for stays as rare as it is."""
-    args = script.Args(num_envs=2, num_steps=3, count_bonus=True)
-    curiosity = script.init_curiosity(args)
-    full = np.iinfo(np.int32).max
-    curiosity = curiosity._replace(visits=jnp.full_like(curiosity.visits, full))
-    start = np.arange(4)[:, None] + np.zeros(2, int) == 0
-    things = np.arange(8).reshape(4, 2)
-    curiosity, bonus = script.count_bonus(args, curiosity, things, start)
-    assert (curiosity.visits == full).all()
-    np.testing.assert_allclose(bonus[bonus > 0], args.int_coef / np.sqrt(full), rtol=1e-6)
-    assert (bonus > 0).any()
+    rates = summary["trial_success_rates"]
+    assert ", ".join(f"{rate:.3f}" for rate in rates) in capsys.readouterr().out
+    assert len(rates) == 2 and max(rates) <= summary["success_rate"] <= sum(rates)
 
 
 def test_no_array_of_a_state_is_there_twice():
@@ -681,136 +552,6 @@ def test_no_array_of_a_state_is_there_twice():
     state = script.init_train_state(args, jax.random.key(0))
     arrays = jax.tree.leaves(state._replace(key=None))
     assert len({array.unsafe_buffer_pointer() for array in arrays}) == len(arrays)
-
-
-def test_count_bonus_equals_definition():
-    """Three rollouts of made-up things that come back often; numbers of every type."""
-    args = script.Args(num_envs=5, num_steps=40, count_bonus=True, int_coef=0.5)
-    rng = np.random.default_rng(0)
-    curiosity, rollouts, ours = script.init_curiosity(args), [], []
-    last = None
-    count = jax.jit(functools.partial(script.count_bonus, args))
-    for _ in range(3):
-        number = rng.integers(30, size=(41, 5))
-        start = rng.random((41, 5)) < 0.1
-        if last is None:
-            start[0] = True
-        else:
-            number[0], start[0] = last
-        last = number[-1], start[-1]
-        things = {
-            "image": np.stack([number % 3, number // 3], -1).astype(np.uint8),
-            "temperature": (number / 7).astype(np.float32),
-        }
-        curiosity, bonus = count(curiosity, things, start)
-        ours.append(bonus)
-        rollouts.append((as_bytes(things), start))
-    expected = bonus_by_definition(0.5, rollouts)
-    np.testing.assert_allclose(ours, expected, rtol=1e-6)
-    given = np.asarray(expected) > 0
-    assert 0.1 < given.mean() < 0.9 and np.unique(expected).size > 10
-
-
-@pytest.mark.parametrize("episodes", [1, 3], ids=["episodes", "trials"])
-def test_the_bonus_is_in_the_advantages_only(monkeypatch, episodes):
-    """Three updates of an agent: rewards of GAE by the definition, all that is reported without.
-
-    Trials count as one episode.
-    """
-    short_env(monkeypatch, "MiniGrid-LavaGapS6-v0", limit=6)
-    options = SMALL | dict(episodes_per_trial=episodes, count_bonus=True, int_coef=0.5)
-    args = script.Args(env_id="MiniGrid-LavaGapS6-v0", **options)
-    rollout, compute_gae, seen = script.rollout, script.compute_gae, {}
-
-    def watched_rollout(*inputs, **platform):
-        outputs = rollout(*inputs, **platform)
-        seen["trajectory"] = outputs[4]
-        seen["last"] = script.make_inputs(script.make_env(args), outputs[0], outputs[2])
-        return outputs
-
-    def watched_gae(reward, *inputs, **platform):
-        seen["reward"] = reward
-        return compute_gae(reward, *inputs, **platform)
-
-    def watched_update(state):
-        return *script.update(args, state), dict(seen)
-
-    monkeypatch.setattr(script, "rollout", watched_rollout)
-    monkeypatch.setattr(script, "compute_gae", watched_gae)
-    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
-    update = jax.jit(watched_update)
-    rollouts, extra, returns, running = [], [], np.full(16, np.nan), np.zeros(16)
-    for _ in range(3):
-        state, metrics, now = jax.device_get(update(state))
-        trajectory, last = now["trajectory"], now["last"]
-        with_last = lambda x, y: np.concatenate([x, y[None]])
-        inputs = jax.tree.map(with_last, trajectory.inputs, last)
-        at_hand = inputs.obs["image"][..., 3, 5:, :]  # Farama's columns, rows: the last two
-        rollouts.append((as_bytes(at_hand), inputs.start))
-        extra.append(now["reward"] - trajectory.reward)
-        assert metrics["charts/intrinsic_reward"] == pytest.approx(extra[-1].mean(), rel=1e-4)
-        np.testing.assert_array_equal(inputs.prev_reward[1:], trajectory.reward)
-        ended = inputs.start[1:] if episodes == 1 else inputs.prev_ended[1:]
-        for reward, end in zip(trajectory.reward, ended, strict=True):
-            running = running + reward
-            returns, running = np.where(end, running, returns), np.where(end, 0, running)
-        np.testing.assert_allclose(metrics["charts/episodic_return"], returns.mean(), atol=1e-6)
-    np.testing.assert_allclose(extra, bonus_by_definition(0.5, rollouts), atol=1e-6)
-    starts = np.stack([start[1:] for _, start in rollouts])
-    assert starts.sum() >= 16 and (np.asarray(extra)[starts] == 0).all()
-
-
-def test_hashes_of_what_is_at_hand_all_differ():
-    """Of what a MiniGrid agent may face with what it may carry, as codes."""
-    kind = lambda name, colours, states=(0,): [
-        (OBJECT_TO_IDX[name], COLOR_TO_IDX[colour], state) for colour in colours for state in states
-    ]
-    things = [kind(name, COLOR_TO_IDX) for name in ("key", "ball", "box")]
-    things = [(OBJECT_TO_IDX["empty"], 0, 0), *itertools.chain(*things)]
-    fixed = kind("wall", ["grey"]) + kind("goal", ["green"]) + kind("lava", ["red"])
-    faced = things + fixed + kind("floor", COLOR_TO_IDX) + kind("door", COLOR_TO_IDX, range(3))
-    pairs = np.array(list(itertools.product(faced, things)), np.uint8)
-    hashes = np.asarray(script.hash_things(pairs[None]))[0]
-    assert np.unique(hashes >> (32 - script.HASH_BITS)).size == len(pairs) == 874
-
-
-def test_hashes_tell_things_apart():
-    """Of all that random play sees as many numbers as observations differ, up to chance."""
-    args = script.Args(env_id="MiniGrid-KeyCorridorS3R3-v0", **SMALL | dict(num_envs=64))
-    inputs = jax.device_get(roll(args).trajectory.inputs)
-    hashes = np.asarray(script.hash_things(inputs.obs))
-    number_of = {}
-    for x, number in zip(sum(as_bytes(inputs.obs), []), hashes.ravel(), strict=True):
-        assert number_of.setdefault(x, number) == number
-    assert len(number_of) > 300
-    for bits in (32, 24):  # whole and cut
-        expected = len(number_of) ** 2 / 2 ** (bits + 1)
-        shared = len(number_of) - np.unique(np.array(list(number_of.values())) >> (32 - bits)).size
-        assert shared <= 2 * expected + 3
-
-
-def test_a_negative_weight_of_the_bonus_is_refused():
-    with pytest.raises(script.UsageError, match="--int-coef"):
-        script.parse_args(["--int-coef=-0.1"])
-
-
-def test_a_run_with_the_bonus_resumes_bit_for_bit(tmp_path, monkeypatch):
-    """Two updates and two more from their checkpoint: what four in one go give, counts included."""
-    monkeypatch.setattr(script, "record_video", lambda *_: None)  # takes seconds
-    options = dict(env_id="MiniGrid-DoorKey-5x5-v0", count_bonus=True, anneal_lr=False)
-    options |= dict(SMALL, eval_episodes=4, log_interval=1)  # one program for runs of any length
-    whole = run_main(script, tmp_path / "whole", **options, total_timesteps=4 * 16 * 24)
-    part = run_main(script, tmp_path / "part", **options, total_timesteps=2 * 16 * 24)
-    folders = dict(videos_dir=tmp_path / "videos")
-    script.main(words_of(resume=part, total_timesteps=4 * 16 * 24, **folders))
-    (_, expected), (_, ours) = script.load_run(whole), script.load_run(part)
-    expected, ours = script.flatten_state(expected), script.flatten_state(ours)
-    assert expected.keys() == ours.keys() >= {"curiosity/visits", "curiosity/last_episode"}
-    for name, x in expected.items():
-        np.testing.assert_array_equal(ours[name], x, err_msg=name)
-    assert ours["curiosity/visits"].sum() > 2 * 16  # each of 16 environments met several things
-    logged = [scalars(run)["charts/intrinsic_reward"] for run in (whole, part)]
-    assert logged[0] == logged[1] and len(logged[0]) == 4
 
 
 # Loss -----------------------------------------------------------------------------------------
@@ -902,9 +643,9 @@ def test_loss_gradient_equals_finite_differences(monkeypatch, clip_vloss):
 
 
 def test_four_devices_equal_one():
-    """Two updates with normalised advantages, trials and the bonus; environments spread or not."""
+    """Two updates with normalised advantages and trials; environments spread or not."""
     options = SMALL | dict(num_minibatches=4, norm_adv=True, total_timesteps=16 * 24 * 2)
-    options |= dict(episodes_per_trial=2, count_bonus=True)
+    options |= dict(episodes_per_trial=2)
     results = []
     for num_devices in (1, 4):
         args = script.Args(env_id="DoorKey-5x5", num_devices=num_devices, **options)
@@ -970,7 +711,7 @@ def test_an_lstm_needs_three_functions(monkeypatch):
     assert state.agent_state.rnn_state[1].shape == (4, 16)
     assert np.isfinite(metrics["losses/grad_norm"]).all()
     evaluate = jax.jit(script.evaluate, static_argnums=0)
-    assert evaluate(args, state.params, jax.random.key(1)).episode_return.shape == (1, 2)
+    assert evaluate(args, state.params, jax.random.key(1)).episode_return.shape == (2,)
 
 
 def test_a_missing_axis_is_an_error():
@@ -991,9 +732,9 @@ def test_video_has_the_colours_of_its_frames(tmp_path):
     env = script.make_env(args)
     start = jax.jit(env.reset)(jax.random.key(1))
     moments = [start, start._replace(direction=(start.direction + 1) % 4)]
-    states = jax.tree.map(lambda *x: jnp.stack(x)[None, None], *moments)
-    ones = jnp.ones((1, 1, 1), int)
-    evaluation = script.Evaluation(episode_return=ones, episode_length=ones, states=states)
+    states = jax.tree.map(lambda *x: jnp.stack(x)[None], *moments)
+    ones = jnp.ones((1, 1), int)
+    evaluation = script.Evaluation(ones, ones, states, trial_returns=())
     with Image.open(script.record_video(args, evaluation, tmp_path, "video")) as video:
         assert video.n_frames == 2
         for number, state in enumerate(moments):

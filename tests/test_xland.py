@@ -1,9 +1,6 @@
 """The adapter to XLand-MiniGrid against xminigrid itself: steps, tasks, trials, usage errors."""
 
-import bz2
 import functools
-import pathlib
-import pickle
 import subprocess
 import sys
 
@@ -58,11 +55,6 @@ def test_steps_equal_xminigrid(task_file):
         assert ((reward > 0) == terminated).all()
         truncated = state.state.step_num >= ours.max_episode_steps
         equal((terminated | truncated)[running], np.asarray(timestep.last())[running])
-        here, heading = np.asarray(timestep.state.agent.position), state.state.agent.direction
-        front = here + np.array([[-1, 0], [0, 1], [1, 0], [0, -1]])[heading]  # row, column
-        at_hand = jax.vmap(lambda state: ours.at_hand(ours.observe(state)))(state)
-        for cell, place in zip((0, 1), (front, here)):
-            equal(at_hand[:, cell], state.state.grid[np.arange(num_envs), *place.T])
         running &= ~terminated & ~truncated
     assert truncated.any() and running.sum() < num_envs - truncated.sum()
 
@@ -89,29 +81,28 @@ def test_tasks(task_file):
 def test_a_trial_keeps_its_task(task_file):
     """Level and task of all episodes of a trial are the same; the next trial has new ones."""
     args = script.Args(env_id=ROOM, benchmark_id=task_file, episodes_per_trial=3, **SMALL)
-    env = script.XLand(ROOM, task_file)
-    env.max_episode_steps = 5
+    single = script.XLand(ROOM, task_file)
+    single.max_episode_steps = 5
+    env = script.Trials(single, args.episodes_per_trial)
     key = jax.random.key(0)
     params = jax.jit(lambda key: script.init_agent(args, key, env))(key)
     sizes = 13 + 12  # kinds of things and colours, of each of four cells
     assert params["params"]["encoder"]["conv0"]["w"].shape == (16, 4 * sizes)
 
-    state = jax.jit(jax.vmap(env.reset))(jax.random.split(key, args.num_envs))
-    start = script.init_trial(args, state)
-    play = jax.jit(functools.partial(script.rollout, args, env, params, platform="cpu"))
-    carry = state, start, script.init_agent_state(args, args.num_envs)
-    carry = *carry, script.init_episode_stats(args.num_envs)
-    state, trial, _, stats, trajectory, _ = jax.device_get(play(*carry, key))
-    equal(state.state.goal_encoding, trial.start_state.state.goal_encoding)
-    done = trajectory.terminated | trajectory.truncated
+    start = jax.jit(jax.vmap(env.reset))(jax.random.split(key, args.num_envs))
+    play = jax.jit(functools.partial(script.rollout, args, env, params))
+    agent_state = script.init_agent_state(args, args.num_envs)
+    stats = script.init_episode_stats(args.num_envs)
+    trial, _, stats, trajectory, _ = jax.device_get(play(start, agent_state, stats, key))
+    level, goal = trial.start_state.state.grid, trial.start_state.state.goal_encoding
+    equal(trial.env_state.state.goal_encoding, goal)
+    done = trajectory.terminated
     once = done.sum(0) == 1  # after three episodes of five steps each
     assert once.mean() > 0.5 and not done[:, once][:14].any()
-    changed = (trial.start_state.state.grid != start.start_state.state.grid).any((1, 2, 3))
-    assert changed[once].all()
-    goals = trial.start_state.state.goal_encoding[once]
-    assert (goals != start.start_state.state.goal_encoding[once]).any()
+    assert (level != start.start_state.state.grid).any((1, 2, 3))[once].all()
+    assert (goal != start.start_state.state.goal_encoding)[once].any()
     first = stats.running_length == 0
-    equal(*jax.tree.map(lambda x: x[first], (state, trial.start_state)))
+    equal(*jax.tree.map(lambda x: x[first], (trial.env_state, trial.start_state)))
 
 
 def test_a_port_from_the_command_line(tmp_path):
@@ -169,18 +160,24 @@ def test_usage_errors(task_file, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_task_file_calls_nothing(tmp_path):
-    """A pickle may name any function to be called; what asks for more than arrays is refused."""
+def test_a_file_of_the_generator(task_file, tmp_path):
+    """XLand-MiniGrid's ruleset_generator.py also saves the flags that it had, which are no arrays.
 
-    class Malicious:
-        def __reduce__(self):
-            return pathlib.Path.touch, (tmp_path / "called",)
+    Of a large file the first tasks are taken, or the one that is asked for.
+    """
+    from xminigrid.benchmarks import load_bz2_pickle, save_bz2_pickle
 
-    with bz2.open(tmp_path / "tasks", "wb") as file:
-        pickle.dump({"goals": Malicious()}, file)
-    with pytest.raises(script.UsageError, match="which no array needs"):
-        script.load_rulesets(str(tmp_path / "tasks"))
-    assert not (tmp_path / "called").exists()
-    with bz2.open(tmp_path / "tasks") as file:
-        pickle.load(file)  # it would have been called
-    assert (tmp_path / "called").exists()
+    tasks = load_bz2_pickle(task_file)
+    many = {
+        name: np.resize(x, (script.MAX_RULESETS + 5, *x.shape[1:])) for name, x in tasks.items()
+    }
+    many["goals"] = np.array(many["goals"])
+    many["goals"][-1] = 7
+    many["generation_config"] = {"chain_depth": 0, "random_seed": 42, "prune_prob": 0.0}
+    save_bz2_pickle(many, str(tmp_path / "many"))
+    part = script.load_rulesets(str(tmp_path / "many"), None)
+    assert part.num_rulesets() == script.MAX_RULESETS
+    equal(part.goals[:10], tasks["goals"])
+    last = script.XLand(ROOM, str(tmp_path / "many"), script.MAX_RULESETS + 4)
+    level = jax.jit(last.reset)(jax.random.key(0))
+    assert (level.state.goal_encoding == 7).all()
