@@ -155,7 +155,7 @@ def test_usage_errors(task_file, tmp_path):
         (dict(env_id="XLand-MiniGrid-Empty-5x5", benchmark_id=task_file), "has no rulesets"),
         (dict(env_id="Empty-5x5", benchmark_id=task_file), "--benchmark-id and --ruleset-id"),
     ]:
-        with pytest.raises(script.UsageError, match=message) as error:
+        with pytest.raises(script.Problem, match=message) as error:
             script.main(words_of(**options))
         assert "\n" not in str(error.value)
 
