@@ -248,6 +248,7 @@ def run(env_id, choice, flags):
     args, state = script.load_run(run_dir)
     if args.episodes_per_trial > 1:
         result["trial_success_rates"] = summary["trial_success_rates"]
+        result["success_rate"] = np.mean(summary["trial_success_rates"])  # of its episodes
     if not env_id.startswith(script.XLAND):
         params = jax.tree.map(lambda x: x[0], state.params)
         farama = farama_success(args, params, choice.episodes)
