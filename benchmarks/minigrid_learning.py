@@ -250,6 +250,7 @@ def run(env_id, choice, flags):
     if args.episodes_per_trial > 1:
         episodes = range(1, args.episodes_per_trial + 1)
         result["trial_success_rates"] = [summary[f"success_rate_{c}"] for c in episodes]
+        result["success_rate"] = np.mean(result["trial_success_rates"])  # of its episodes
     if not env_id.startswith(script.XLAND):
         params = jax.tree.map(lambda x: x[0], params)
         farama = farama_success(args, params, choice.episodes)

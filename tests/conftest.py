@@ -92,7 +92,8 @@ MODULES = [importlib.import_module(name) for name in QUICK]
 
 # Files in the order in which they are begun: long tests first, so that no process ends early.
 ORDER = """readme distributed processes parallel benchmarks atari seams swingup cli minigrid_rnn
-    accelerators xland ppo cartpole minigrid_env minigrid_envpool drift""".split()
+    minigrid_count_bonus accelerators xland ppo cartpole minigrid_env minigrid_envpool
+    drift""".split()
 # Files whose tests share neither fixtures nor caches.
 INDEPENDENT = ["readme", "benchmarks", "accelerators", "seams"]
 
