@@ -1361,7 +1361,7 @@ def init_episode_stats(num_envs):
 
 def restart_ended(ended, stats):
     """Statistics after a step: those of episodes that have ended [N] move from running to last."""
-    return EpisodeStats(
+    return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
         last_return=jnp.where(ended, stats.running_return, stats.last_return),

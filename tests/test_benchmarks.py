@@ -300,4 +300,4 @@ def test_atari_styles(tmp_path):
     table = run("atari_styles", *words, "--out", tmp_path / "out.json")
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
     assert row["sps"] > 0 and row["peak_memory_mb"] > 50 and f"| `{name}` |" in table
-    assert row["code_lines"] == 28
+    assert row["code_lines"] == 27

@@ -541,13 +541,14 @@ def test_trials_from_the_command_line(tmp_path, monkeypatch, capsys):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_episodes"] == 4
     assert len(scalars(run_dir)["losses/grad_norm"]) == 4
-    rates = summary["trial_success_rates"]
-    assert ", ".join(f"{rate:.3f}" for rate in rates) in capsys.readouterr().out
+    rates = [summary[f"success_rate_{episode}"] for episode in (1, 2)]
+    out = capsys.readouterr().out
+    assert all(f"success_rate_{n} {rate:.4g}" in out for n, rate in enumerate(rates, 1))
     assert len(rates) == 2 and max(rates) <= summary["success_rate"] <= sum(rates)
 
 
 def test_no_array_of_a_state_is_there_twice():
-    """Else `make_train_step` could not donate it."""
+    """Else `update` could not donate it."""
     args = script.Args(num_envs=2, episodes_per_trial=2, rnn_hidden_dim=8, head_hidden_dim=8)
     state = script.init_train_state(args, jax.random.key(0))
     arrays = jax.tree.leaves(state._replace(key=None))
@@ -573,7 +574,6 @@ def loss_of_rollout(clip_vloss, monkeypatch):
         inputs=trajectory.inputs,
         rnn_state=agent_state.rnn_state[None],
         action=trajectory.action,
-        dist=trajectory.dist,
         log_prob=trajectory.log_prob,
         value=trajectory.value,
         advantage=3 + 2 * jnp.asarray(rng.normal(size=shape), dtype),
@@ -717,7 +717,7 @@ def test_video_has_the_colours_of_its_frames(tmp_path):
     states = jax.tree.map(lambda *x: jnp.stack(x)[None], *moments)
     ones = jnp.ones((1, 1), int)
     evaluation = script.Evaluation(ones, ones, states, trial_returns=())
-    with Image.open(script.record_video(args, evaluation, tmp_path, "video")) as video:
+    with Image.open(script.record_video(args, evaluation, tmp_path / "video")) as video:
         assert video.n_frames == 2
         for number, state in enumerate(moments):
             video.seek(number)

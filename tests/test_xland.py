@@ -111,8 +111,8 @@ def test_a_port_from_the_command_line(tmp_path):
         script, tmp_path, env_id="XLand-MiniGrid-MemoryS8", total_timesteps=256, eval_episodes=2
     )
     assert (run_dir / "summary.json").is_file() and list(tmp_path.glob("videos/*/*.gif"))
-    args, state = script.load_run(run_dir)
-    assert state.params["params"]["encoder"].keys() == {"conv0", "conv1"}
+    args, params = script.load_run(run_dir)
+    assert params["params"]["encoder"].keys() == {"conv0", "conv1"}
 
 
 def test_first_use_while_a_program_is_traced():
