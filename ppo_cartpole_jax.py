@@ -1235,12 +1235,13 @@ class Logger:
     def log(self, update, metrics):
         """Takes the metrics of an update, without waiting for it."""
         self.queue.append((update, metrics))
-        if len(self.queue) >= self.args.log_interval:
-            self.flush()
+        if len(self.queue) > self.args.log_interval:
+            self.flush(keep=1)  # the device works on the newest while the others are written
 
-    def flush(self):
-        """Waits for the updates of the queue and writes their metrics."""
-        rows, self.queue = jax.device_get(self.queue), []
+    def flush(self, keep=0):
+        """Waits for the queue's updates, except the newest `keep`, and writes their metrics."""
+        count = len(self.queue) - keep
+        rows, self.queue = jax.device_get(self.queue[:count]), self.queue[count:]
         if not rows:
             return
         update, metrics = rows[-1]
