@@ -13,7 +13,7 @@
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
 
-For a GPU:
+Wider:
 
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
 
@@ -30,30 +30,27 @@ Tasks that are to be found out by trying, each met four times in a row (pip inst
     python ppo_minigrid_rnn.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-21k \
         --episodes-per-trial 4
 
-The setting of the notebook that this script replaces, for comparisons:
+The reference setting, for comparisons:
 
     python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 \
         --num-steps 16 --update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 \
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256
 
-(But for one thing: the notebook's agent kept its recurrent state even where a new level began.)
+(But for one thing: the reference agent keeps its recurrent state even where a new level begins.)
 
 The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
 function collapse: same ids, encoding, rules, missions and distributions of levels. `XLand` adds
 those of XLand-MiniGrid.
 
-An agent wants a policy pi(a|s) with a large return, the discounted sum of gamma^t r_t (logs and
-evaluations show the plain sum of rewards instead). A network, the actor, is the policy; another
-network or head, the critic, learns the value V(s), the return to expect from a state. The gradient
-of the expected return by the actor's parameters is the mean of the sum over steps of
-G_t grad log pi(a_t|s_t), G_t being the return from step t on (REINFORCE; a factor gamma^t is
-usually left out). To subtract V(s_t) from G_t changes nothing in that mean, and takes away much of
-its noise. G_t - V(s_t) estimates the advantage A(s, a), how much better than expected an action
-was: better actions become likelier and worse ones rarer, in proportion to A. Proximal policy
-optimisation (PPO, https://arxiv.org/abs/1707.06347) takes many such steps on the same samples,
-while it stops each sample from pushing the policy too far from the one that played. It repeats one
-update:
+An agent wants a policy pi(a|s) with a large return G, the discounted sum of rewards (logs show the
+plain sum). One head of a network, the actor, is the policy; another, the critic, learns V(s), the
+return to expect from a state. The gradient of the expected return is the mean of G_t grad log
+pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away much of its
+noise. What is left estimates the advantage A(s, a), how much better than expected an action is:
+better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347) takes many
+such steps on the same samples, and a sample stops pushing once it has moved its own action far
+enough. It repeats one `update`:
 
     1. rollout        T steps in N environments with the current policy           T * N samples
     2. compute_gae    how much better than expected did each action turn out? advantages A
@@ -70,21 +67,9 @@ memory of that episode, too, which is kept for it.
 An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
 several times in a row and remembers the times before. `Trials` explains this meta-learning.
 
-`update` is one of these rounds; `train`, all of them as one pure function of a key, is for programs
-of your own. All above the banner "Running" is reinforcement learning, for one agent; what is below
-runs it, and behind that are the levels. Skip at a first reading what is there for speed alone, such
-as `gpu_unroll` and `random_permutation`. Details follow
+All above the banner "Running" is reinforcement learning, for one agent; what is below runs it, and
+behind that are the levels. Details follow
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-
-Five things of JAX that NumPy lacks: `jax.jit(f)` compiles f for the shapes it is called with;
-`jax.vmap(f)` maps f over a leading axis of its arguments, `jax.vmap(f, (0, None))` over that of the
-first alone; `jax.lax.scan(f, carry, xs)` is a loop, `carry, y = f(carry, x)` for each x (with
-`reverse` from the last one), that returns the last carry and all y, stacked; `jax.grad(f)` is the
-gradient of f by its first argument (by the second with `argnums=1`; with `has_aux` f returns
-something else too); `jax.tree.map` applies a function to all arrays of a tree, that is of nested
-tuples and dicts. Rarer are `lax.map`, a `vmap` of one element after the other, `lax.while_loop`,
-and `eval_shape`, which tells shapes and runs nothing. Random numbers come from keys: each key is
-used once, and `split` makes new ones.
 
 Axes in shape comments (in formulas A is the advantage, U and W are weights of the GRU): K agents
 (seeds), T steps, N environments, M environments of a minibatch, W windows of steps

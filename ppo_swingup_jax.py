@@ -17,7 +17,7 @@ With its default flags, in less than half a minute on two CPU cores, the greedy 
 pole up and balances it from more than 99% of the start states (mean of 10 seeds). With 1,024
 environments three of three seeds do so from at least 99.5%. Training truncates episodes after 100
 steps, because new starts teach more than further balancing does. Evaluation plays the task's full
-500 steps. The setting of the notebook that this script replaces:
+500 steps. The reference setting:
 
     python ppo_swingup_jax.py --total-timesteps 1e8 --num-envs 1024 --num-steps 128 \
         --update-epochs 4 --num-minibatches 4 --learning-rate 1e-4 --gae-lambda 0.95 \
