@@ -132,8 +132,10 @@ class Args:
     """folder of a run to evaluate; writes its eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
-    wandb_project: str = "single-file-jax-ppo"
+    wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """its user or team"""
 
     # Environment
     env_id: str = "Breakout-v5"
@@ -637,7 +639,7 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
 
-    and the advantage adds up those of the steps that follow in the same episode:
+    and the advantage adds up those of the steps that follow in the same episode and rollout:
 
         A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
 
@@ -686,11 +688,12 @@ def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
     ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
-    the states are still those of the old policy, which say little about one far from it. So the
-    objective stops growing where the ratio has moved by c in the direction that A asks for: there
-    the minimum is the clipped term, a constant without gradient. A sample that went the wrong way
-    is always pulled back. Other samples may still push the ratio on: approx_kl tells how far.
+    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
+    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
+    old policy, which say little about one far from it. So the objective stops growing where the
+    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
+    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
+    may still push the ratio on: approx_kl tells how far.
 
     With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
 
@@ -766,7 +769,10 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum."""
+    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
+
+    (CleanRL logs the losses of an update's last minibatch.)
+    """
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
@@ -799,6 +805,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
 
     With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
+    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
@@ -809,15 +816,18 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             advantage = normalize(minibatch.advantage, minibatch.valid)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
-        stepped = optimizer_update(args, grads, opt_state, params, learning_rate)
-        metrics["losses/grad_norm"] = stepped[2]
-        if args.target_kl is None:
-            return (*stepped[:2], active), metrics
-        active &= metrics["losses/approx_kl"] <= args.target_kl
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(active, new, old), stepped[:2], (params, opt_state)
+        new_params, new_opt_state, norm = optimizer_update(
+            args, grads, opt_state, params, learning_rate
         )
-        return (params, opt_state, active), metrics
+        metrics["losses/grad_norm"] = norm
+        if args.target_kl is not None:
+            active &= metrics["losses/approx_kl"] <= args.target_kl
+            new_params, new_opt_state = jax.tree.map(
+                lambda new, old: jnp.where(active, new, old),
+                (new_params, new_opt_state),
+                (params, opt_state),
+            )
+        return (new_params, new_opt_state, active), metrics
 
     def epoch(carry, key):
         order = random_permutation(key, len(batch.target)).reshape(args.num_minibatches, -1)
@@ -926,7 +936,7 @@ def learn(args, state, trajectory):
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [B, ...]
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / args.num_updates)
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -1061,7 +1071,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # Training splits the seeds' keys; that never gives what `fold_in` gives here.
+    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1214,14 +1224,18 @@ def parse_args(words=None):
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        if args.resume and (args.seed, args.batch_size) != (saved.seed, saved.batch_size):
-            raise Problem("--seed, --num-envs and --num-steps of a run cannot change")
+        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+            if args.resume and getattr(args, name) != getattr(saved, name):
+                raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
 
 
 def use_compilation_cache():
-    """Lets a later process load the programs this one compiles; JAX's environment variables win."""
+    """Lets a later process load the programs this one compiles.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, with JAX's own limits.
+    """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = pathlib.Path.home() / ".cache" / "jax-ppo"
@@ -1299,7 +1313,7 @@ class Logger:
             self.add(file, first_update, summary=text_pb("hyperparameters", table))
             # Readers drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # later by every pause
+        self.start = time.perf_counter()  # moved on by every pause
         self.seconds = self.sps = None  # of training in this process
 
     def add(self, file, update, offset=0, **content):
@@ -1367,7 +1381,8 @@ def start_tracking(args, run_dir):
         import wandb
 
         name = run_dir.resolve().name
-        wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+        owner = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+        wandb.init(**owner, id=name, resume="allow", config=vars(args))
     except Exception as error:  # not installed, no login, no network
         raise Problem(f"--track: {error}") from error
 
@@ -1489,7 +1504,8 @@ def main(words=None):
                     logger.start += time.perf_counter() - pause
                 logger.flush()
         except Problem:  # an event file cannot be written, say on a full disk
-            save_checkpoint(run_dir, state._replace(env_state=None))
+            with contextlib.suppress(Problem):
+                save_checkpoint(run_dir, state._replace(env_state=None))
             raise
         if logger.failed.all():
             raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")

@@ -43,14 +43,14 @@ The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.or
 function collapse: same ids, encoding, rules, missions and distributions of levels. `XLand` adds
 those of XLand-MiniGrid.
 
-An agent wants a policy pi(a|s) with a large return G, the discounted sum of rewards (logs show the
-plain sum). One head of a network, the actor, is the policy; another, the critic, learns V(s), the
-return to expect from a state. The gradient of the expected return is the mean of G_t grad log
-pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away much of its
-noise. What is left estimates the advantage A(s, a), how much better than expected an action is:
-better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347) takes many
-such steps on the same samples, and a sample stops pushing once it has moved its own action far
-enough. It repeats one `update`:
+An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
+step t on (logs show the plain sum of an episode). One head of a network, the actor, is the policy;
+another, the critic, learns V(s), the return to expect from a state. The policy gradient is the mean
+of G_t grad log pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away
+much of its noise. What is left estimates the advantage A(s, a), how much better than expected an
+action is: better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347)
+takes many such steps on the same samples; a sample stops pushing once it has made its own action
+likelier or rarer by a given factor. It repeats one `update`:
 
     1. rollout        T steps in N environments with the current policy           T * N samples
     2. compute_gae    how much better than expected did each action turn out? advantages A
@@ -192,8 +192,10 @@ class Args:
     """folder of a run to evaluate; writes its eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
-    wandb_project: str = "single-file-jax-ppo"
+    wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """its user or team"""
 
     # Environment
     env_id: EnvId = "MiniGrid-Empty-8x8-v0"
@@ -1543,7 +1545,7 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
 
-    and the advantage adds up those of the steps that follow in the same episode:
+    and the advantage adds up those of the steps that follow in the same episode and rollout:
 
         A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
 
@@ -1592,11 +1594,12 @@ def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
     ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
-    the states are still those of the old policy, which say little about one far from it. So the
-    objective stops growing where the ratio has moved by c in the direction that A asks for: there
-    the minimum is the clipped term, a constant without gradient. A sample that went the wrong way
-    is always pulled back. Other samples may still push the ratio on: approx_kl tells how far.
+    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
+    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
+    old policy, which say little about one far from it. So the objective stops growing where the
+    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
+    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
+    may still push the ratio on: approx_kl tells how far.
 
     With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
 
@@ -1621,7 +1624,7 @@ def ppo_loss(args, params, batch):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
     squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
     errors counts, that of the value and that of the value held within clip_coef of the old one: a
-    value that has moved further than that towards its target, but not past it, has no gradient.
+    value that has moved further than that towards its target has no gradient, unless far past it.
     Returns of an episode lie between -1 and 1, so steps of 0.2 an update are enough to follow them;
     those of trials may be larger, and `--no-clip-vloss` better.
     The entropy bonus keeps the policy from becoming certain before it has tried all actions.
@@ -1662,7 +1665,10 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum."""
+    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
+
+    (CleanRL logs the losses of an update's last minibatch.)
+    """
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
@@ -1705,6 +1711,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of N environments in shuffled minibatches of whole environments.
 
     With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
+    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
@@ -1716,15 +1723,18 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             advantage = advantage / (minibatch.advantage.std() + 1e-8)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
-        stepped = optimizer_update(args, grads, opt_state, params, learning_rate)
-        metrics["losses/grad_norm"] = stepped[2]
-        if args.target_kl is None:
-            return (*stepped[:2], active), metrics
-        active &= metrics["losses/approx_kl"] <= args.target_kl
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(active, new, old), stepped[:2], (params, opt_state)
+        new_params, new_opt_state, norm = optimizer_update(
+            args, grads, opt_state, params, learning_rate
         )
-        return (params, opt_state, active), metrics
+        metrics["losses/grad_norm"] = norm
+        if args.target_kl is not None:
+            active &= metrics["losses/approx_kl"] <= args.target_kl
+            new_params, new_opt_state = jax.tree.map(
+                lambda new, old: jnp.where(active, new, old),
+                (new_params, new_opt_state),
+                (params, opt_state),
+            )
+        return (new_params, new_opt_state, active), metrics
 
     def epoch(carry, key):
         order = random_permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
@@ -1809,7 +1819,7 @@ def update(args, state):
     )
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / args.num_updates)
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -1969,7 +1979,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # Training splits the seeds' keys; that never gives what `fold_in` gives here.
+    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -2188,14 +2198,18 @@ def parse_args(words=None):
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        if args.resume and (args.seed, args.batch_size) != (saved.seed, saved.batch_size):
-            raise Problem("--seed, --num-envs and --num-steps of a run cannot change")
+        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+            if args.resume and getattr(args, name) != getattr(saved, name):
+                raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
 
 
 def use_compilation_cache():
-    """Lets a later process load the programs this one compiles; JAX's environment variables win."""
+    """Lets a later process load the programs this one compiles.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, with JAX's own limits.
+    """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = pathlib.Path.home() / ".cache" / "jax-ppo"
@@ -2259,7 +2273,7 @@ class Logger:
             self.add(file, first_update, summary=text_pb("hyperparameters", table))
             # Readers drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # later by every pause
+        self.start = time.perf_counter()  # moved on by every pause
         self.seconds = self.sps = None  # of training in this process
 
     def add(self, file, update, offset=0, **content):
@@ -2327,7 +2341,8 @@ def start_tracking(args, run_dir):
         import wandb
 
         name = run_dir.resolve().name
-        wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+        owner = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+        wandb.init(**owner, id=name, resume="allow", config=vars(args))
     except Exception as error:  # not installed, no login, no network
         raise Problem(f"--track: {error}") from error
 
@@ -2379,6 +2394,8 @@ def try_video(args, evaluation, path):
 def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval).resolve()
+    if (args.episodes_per_trial > 1) != (load_args(run_dir).episodes_per_trial > 1):
+        raise Problem("--episodes-per-trial: agents of trials observe more, so 1 must stay 1")
     params = load_params(args, run_dir)
     evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
     evaluation = evaluate_seeds(params, evaluation_keys(args))
@@ -2482,7 +2499,8 @@ def main(words=None):
                 stop = agree_on_signal(signals)
         except Problem:  # an event file cannot be written, say on a full disk
             if not args.distributed:
-                save_checkpoint(run_dir, state)
+                with contextlib.suppress(Problem):
+                    save_checkpoint(run_dir, state)
             raise
         if logger.failed.all():
             raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")

@@ -24,14 +24,14 @@ steps, because new starts teach more than further balancing does. Evaluation pla
         --clip-coef 0.1 --max-grad-norm 1.0 --adam-eps 1e-8 --reward-scale 1 \
         --train-episode-steps 500
 
-An agent wants a policy pi(a|s) with a large return G, the discounted sum of rewards (logs show the
-plain sum). One network, the actor, is the policy; another, the critic, learns V(s), the return to
-expect from a state. The gradient of the expected return is the mean of G_t grad log pi(a_t|s_t);
-to subtract V(s_t) from G_t changes nothing in that mean and takes away much of its noise. What is
-left estimates the advantage A(s, a), how much better than expected an action is: better actions
-become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347) takes many such steps on
-the same samples, and a sample stops pushing once it has moved its own action far enough. It repeats
-one `update`:
+An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
+step t on (logs show the plain sum of an episode). One network, the actor, is the policy; another,
+the critic, learns V(s), the return to expect from a state. The policy gradient is the mean of
+G_t grad log pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away
+much of its noise. What is left estimates the advantage A(s, a), how much better than expected an
+action is: better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347)
+takes many such steps on the same samples; a sample stops pushing once it has made its own action
+likelier or rarer by a given factor. It repeats one `update`:
 
     1. rollout            T steps in N environments with the current policy    B = T * N samples
     2. trajectory_values  what return did the critic expect from each state?   values V
@@ -128,8 +128,10 @@ class Args:
     """folder of a run to evaluate; writes its eval.json and a video"""
     track: bool = False
     """also log to Weights & Biases (needs the wandb package)"""
-    wandb_project: str = "single-file-jax-ppo"
+    wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """its user or team"""
 
     # Environment
     env_id: Literal["CartPoleSwingUp-v0"] = "CartPoleSwingUp-v0"
@@ -468,9 +470,7 @@ def init_agent(args, key, env):
     Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
     features of the policy.
     """
-    obs = jax.eval_shape(
-        lambda: env.observe(env.reset(jax.random.key(0)))
-    )  # its shape; runs nothing
+    obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)  # its shape; runs nothing
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -539,7 +539,9 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 
     so the scale of a gradient does not matter, if it is well above eps: a parameter moves by about
     the learning rate where its gradients agree from step to step, by less the noisier they are. The
-    norm is limited because a single huge gradient would otherwise fill m and, for longer, v.
+    norm is limited because a single huge gradient would otherwise fill m and, for longer, v. It is
+    that of actor and critic together, so a large value loss slows the policy. As Adam ignores the
+    scale, that is nearly all that `vf_coef` changes where they share no layer.
 
     Returns (params, state, norm of the gradients before they were scaled []).
     """
@@ -664,7 +666,7 @@ def rollout(args, env, params, env_state, stats, key):
     action_key, step_key, reset_key = jax.random.split(key, 3)
     action_keys = jax.random.split(action_key, args.num_steps)
     step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    # All start states at once take less time than a few in every step, and less along one axis.
+    # A start state for every step, most unused: one large batch is faster than T small ones.
     start_states = jax.vmap(env.reset)(jax.random.split(reset_key, args.batch_size))
     start_states = jax.tree.map(
         lambda x: x.reshape(args.num_steps, args.num_envs, *x.shape[1:]), start_states
@@ -717,7 +719,7 @@ def trajectory_values(args, env, params, trajectory):
     The successor of a step is the observation of the next one, unless the episode was truncated:
     then it is the last observation of that episode. (Where it terminated there is none, and
     `compute_gae` ignores what stands here.) An environment is truncated at most once in
-    `max_episode_steps` steps, so it is enough to value so many more of its observations.
+    `max_episode_steps` steps: W observations more of each are enough, usually one.
     """
 
     def value_of(obs):  # [T, N, ...] -> [T, N], as one batch
@@ -743,7 +745,7 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
 
-    and the advantage adds up those of the steps that follow in the same episode:
+    and the advantage adds up those of the steps that follow in the same episode and rollout:
 
         A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
 
@@ -792,11 +794,12 @@ def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
     ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one. At ratio 1 its gradient is that of A log p_new(a|s), the policy gradient. But
-    the states are still those of the old policy, which say little about one far from it. So the
-    objective stops growing where the ratio has moved by c in the direction that A asks for: there
-    the minimum is the clipped term, a constant without gradient. A sample that went the wrong way
-    is always pulled back. Other samples may still push the ratio on: approx_kl tells how far.
+    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
+    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
+    old policy, which say little about one far from it. So the objective stops growing where the
+    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
+    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
+    may still push the ratio on: approx_kl tells how far.
 
     With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
 
@@ -821,7 +824,7 @@ def ppo_loss(args, params, batch):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
     squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
     errors counts, that of the value and that of the value held within clip_coef of the old one: a
-    value that has moved further than that towards its target, but not past it, has no gradient.
+    value that has moved further than that towards its target has no gradient, unless far past it.
     That slows the critic wherever values are large (here up to reward_scale * 2.5 / (1 - gamma) =
     10), so it is off by default. The entropy bonus keeps the policy from becoming certain before it
     has tried enough actions.
@@ -862,7 +865,10 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum."""
+    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
+
+    (CleanRL logs the losses of an update's last minibatch.)
+    """
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
@@ -911,6 +917,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
 
     With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
+    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
     Returns (params, opt_state, metrics {tag: []}).
     """
 
@@ -921,15 +928,16 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             advantage = advantage / (minibatch.advantage.std() + 1e-8)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = loss_gradient(args, params, minibatch)
-        stepped = adam_update(args, grads, opt_state, params, learning_rate)
-        metrics["losses/grad_norm"] = stepped[2]
-        if args.target_kl is None:
-            return (*stepped[:2], active), metrics
-        active &= metrics["losses/approx_kl"] <= args.target_kl
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(active, new, old), stepped[:2], (params, opt_state)
-        )
-        return (params, opt_state, active), metrics
+        new_params, new_opt_state, norm = adam_update(args, grads, opt_state, params, learning_rate)
+        metrics["losses/grad_norm"] = norm
+        if args.target_kl is not None:
+            active &= metrics["losses/approx_kl"] <= args.target_kl
+            new_params, new_opt_state = jax.tree.map(
+                lambda new, old: jnp.where(active, new, old),
+                (new_params, new_opt_state),
+                (params, opt_state),
+            )
+        return (new_params, new_opt_state, active), metrics
 
     def epoch(carry, key):
         order = random_permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
@@ -1011,7 +1019,7 @@ def update(args, state):
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / args.num_updates)
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -1153,7 +1161,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # Training splits the seeds' keys; that never gives what `fold_in` gives here.
+    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1305,14 +1313,18 @@ def parse_args(words=None):
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        if args.resume and (args.seed, args.batch_size) != (saved.seed, saved.batch_size):
-            raise Problem("--seed, --num-envs and --num-steps of a run cannot change")
+        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+            if args.resume and getattr(args, name) != getattr(saved, name):
+                raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
 
 
 def use_compilation_cache():
-    """Lets a later process load the programs this one compiles; JAX's environment variables win."""
+    """Lets a later process load the programs this one compiles.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, with JAX's own limits.
+    """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = pathlib.Path.home() / ".cache" / "jax-ppo"
@@ -1376,7 +1388,7 @@ class Logger:
             self.add(file, first_update, summary=text_pb("hyperparameters", table))
             # Readers drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # later by every pause
+        self.start = time.perf_counter()  # moved on by every pause
         self.seconds = self.sps = None  # of training in this process
 
     def add(self, file, update, offset=0, **content):
@@ -1444,7 +1456,8 @@ def start_tracking(args, run_dir):
         import wandb
 
         name = run_dir.resolve().name
-        wandb.init(project=args.wandb_project, id=name, resume="allow", config=vars(args))
+        owner = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+        wandb.init(**owner, id=name, resume="allow", config=vars(args))
     except Exception as error:  # not installed, no login, no network
         raise Problem(f"--track: {error}") from error
 
@@ -1567,7 +1580,8 @@ def main(words=None):
                     logger.start += time.perf_counter() - pause
                 logger.flush()
         except Problem:  # an event file cannot be written, say on a full disk
-            save_checkpoint(run_dir, state)
+            with contextlib.suppress(Problem):
+                save_checkpoint(run_dir, state)
             raise
         if logger.failed.all():
             raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")

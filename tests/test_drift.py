@@ -42,7 +42,7 @@ DIFFERENT = {
     "evaluation_summary": ("AABC", "modes and protocols of evaluation"),
     "describe": ("AABC", "modes and protocols of evaluation"),
     "try_video": ("AABC", "several processes; a pool has no `render`"),
-    "evaluate_run": ("AAAB", "emulators on the host"),
+    "evaluate_run": ("AABC", "agents of trials, emulators on the host"),
     "main": ("AABC", "several processes, a pool of emulators"),
 }
 # Names in backticks that a script need not have itself.

@@ -53,7 +53,7 @@ SOLVED = {  # words of the snippet: the lowest greedy return
     "class Pendulum:": -200,
 }
 LEARNED = {"def t_maze_level": 0.95, "class ResetLSTM": 0.95}  # the lowest success rate
-OTHERS = ["class Args(ppo.Args)", "over_keys = jax.vmap", "jax.sharding.Mesh"]
+OTHERS = ["class Args(ppo.Args)", "over_keys = jax.vmap", "jax.sharding.Mesh", "gymnasium.make"]
 
 
 @pytest.mark.parametrize("words", SOLVED)
@@ -90,6 +90,15 @@ def test_sweep(tmp_path):
     numbers = re.findall(r"\d+\.\d*", run(snippet("over_keys = jax.vmap"), tmp_path))
     returns = [float(number) for number in numbers]
     assert len(returns) == 4 and min(returns) == returns[0] and max(returns) > 300
+
+
+def test_policy_in_faramas_environment(tmp_path):
+    """An agent that was trained in the script's own Empty-5x5 solves Farama's."""
+    words = "--env-id Empty-5x5 --num-envs 32 --total-timesteps 4e4 --runs-dir runs"
+    run(f"import ppo_minigrid_rnn as ppo\nppo.main({words.split()})", tmp_path)
+    (run_dir,) = tmp_path.glob("runs/*")
+    block = snippet("gymnasium.make").replace("runs/<run_name>", str(run_dir))
+    assert run(block, tmp_path) == "success 1.00\n"
 
 
 def test_seeds_over_devices(tmp_path):
