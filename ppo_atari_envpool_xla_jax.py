@@ -1158,7 +1158,7 @@ def load_checkpoint(run_dir, like):
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
             expected = f"{want.dtype} {want.shape}"
-            raise Problem(f"{path} does not fit: {name} is {have}, with these flags {expected}")
+            raise Problem(f"{path} does not fit: {name} is {have}, not {expected}")
         return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
 
     return jax.tree.map_with_path(restore, like)
@@ -1271,6 +1271,7 @@ def remembered_signals():
 
     def remember(number, frame):
         received.append(number)
+        os.write(1, b"\nstopping after this update; a second time ends at once\n")
         for n in numbers:
             signal.signal(n, signal.SIG_DFL)
 
@@ -1455,7 +1456,7 @@ def main(words=None):
     if args.resume:
         state = load_checkpoint(run_dir, jax.eval_shape(init))
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
-            print(f"{run_dir} is finished; to evaluate it again: --eval {run_dir}")
+            print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
         print("emulators cannot be saved: all games start anew")
     if args.track:
@@ -1503,8 +1504,8 @@ def main(words=None):
                         save_checkpoint(run_dir, state._replace(env_state=None))
                     logger.start += time.perf_counter() - pause
                 logger.flush()
-        except Problem:  # an event file cannot be written, say on a full disk
-            with contextlib.suppress(Problem):
+        except Exception:  # say, of a full disk or of Weights & Biases: what was learned is saved
+            with contextlib.suppress(Exception):  # unless it was lost in a failed update
                 save_checkpoint(run_dir, state._replace(env_state=None))
             raise
         if logger.failed.all():

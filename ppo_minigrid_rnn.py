@@ -978,7 +978,7 @@ class Dense(nn.Module):
     """A layer w x + b, [in, ...] -> [features, ...].
 
     Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`.
+    small networks on a CPU than `x @ w`. A LayerNorm here goes over axis 0.
     """
 
     features: int
@@ -1851,7 +1851,7 @@ def train(args, key):
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
 
-        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
+        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)  # pairs of them
 
     charts/episodic_return is -inf until an episode has ended.
     """
@@ -2122,7 +2122,7 @@ def load_checkpoint(run_dir, like):
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
             expected = f"{want.dtype} {want.shape}"
-            raise Problem(f"{path} does not fit: {name} is {have}, with these flags {expected}")
+            raise Problem(f"{path} does not fit: {name} is {have}, not {expected}")
         return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
 
     return jax.tree.map_with_path(restore, like)
@@ -2231,6 +2231,7 @@ def remembered_signals():
 
     def remember(number, frame):
         received.append(number)
+        os.write(1, b"\nstopping after this update; a second time ends at once\n")
         for n in numbers:
             signal.signal(n, signal.SIG_DFL)
 
@@ -2441,7 +2442,7 @@ def main(words=None):
         state = load_checkpoint(run_dir, jax.eval_shape(init))
         state = jax.jit(lambda state: state, out_shardings=placed)(state)
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
-            print(f"{run_dir} is finished; to evaluate it again: --eval {run_dir}")
+            print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
     if args.track:
         start_tracking(args, run_dir)
@@ -2451,10 +2452,10 @@ def main(words=None):
     run_update = jax.jit(over_seeds(functools.partial(update, args)), **layout)
     run_evaluation = over_seeds(functools.partial(evaluate, args))
     run_evaluation = jax.jit(run_evaluation, out_shardings=everywhere)
-    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
     if not jax.config.jax_disable_jit:  # with which people debug
         with jax.set_mesh(mesh):  # for `spread`
             run_update = run_update.lower(state).compile()
+    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
     compile_seconds = time.perf_counter() - start
     if jax.process_index() > 0:
         scratch = tempfile.TemporaryDirectory()
@@ -2497,9 +2498,9 @@ def main(words=None):
                     logger.start += time.perf_counter() - pause
                 logger.flush()
                 stop = agree_on_signal(signals)
-        except Problem:  # an event file cannot be written, say on a full disk
+        except Exception:  # say, of a full disk or of Weights & Biases: what was learned is saved
             if not args.distributed:
-                with contextlib.suppress(Problem):
+                with contextlib.suppress(Exception):  # unless it was lost in a failed update
                     save_checkpoint(run_dir, state)
             raise
         if logger.failed.all():

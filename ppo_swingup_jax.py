@@ -457,7 +457,7 @@ def mlp(layers, x):
     """tanh layers and a linear head: [in, M] -> [out, M].
 
     Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`.
+    small networks on a CPU than `x @ w`. A LayerNorm here goes over axis 0.
     """
     for layer in layers[:-1]:
         x = jnp.tanh(layer["w"] @ x + layer["b"])
@@ -1050,7 +1050,7 @@ def train(args, key):
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
 
-        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
+        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)  # pairs of them
 
     charts/episodic_return is -inf until an episode has ended.
     """
@@ -1248,7 +1248,7 @@ def load_checkpoint(run_dir, like):
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
             expected = f"{want.dtype} {want.shape}"
-            raise Problem(f"{path} does not fit: {name} is {have}, with these flags {expected}")
+            raise Problem(f"{path} does not fit: {name} is {have}, not {expected}")
         return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
 
     return jax.tree.map_with_path(restore, like)
@@ -1346,6 +1346,7 @@ def remembered_signals():
 
     def remember(number, frame):
         received.append(number)
+        os.write(1, b"\nstopping after this update; a second time ends at once\n")
         for n in numbers:
             signal.signal(n, signal.SIG_DFL)
 
@@ -1533,7 +1534,7 @@ def main(words=None):
     if args.resume:
         state = load_checkpoint(run_dir, jax.eval_shape(init))
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
-            print(f"{run_dir} is finished; to evaluate it again: --eval {run_dir}")
+            print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
     if args.track:
         start_tracking(args, run_dir)
@@ -1541,9 +1542,9 @@ def main(words=None):
         state = init()
     run_update = jax.jit(over_seeds(functools.partial(update, args)), donate_argnums=0)
     run_evaluation = jax.jit(over_seeds(functools.partial(evaluate, args)))
-    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
     if not jax.config.jax_disable_jit:  # with which people debug
         run_update = run_update.lower(state).compile()
+    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
     compile_seconds = time.perf_counter() - start
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
@@ -1579,8 +1580,8 @@ def main(words=None):
                         save_checkpoint(run_dir, state)
                     logger.start += time.perf_counter() - pause
                 logger.flush()
-        except Problem:  # an event file cannot be written, say on a full disk
-            with contextlib.suppress(Problem):
+        except Exception:  # say, of a full disk or of Weights & Biases: what was learned is saved
+            with contextlib.suppress(Exception):  # unless it was lost in a failed update
                 save_checkpoint(run_dir, state)
             raise
         if logger.failed.all():

@@ -52,13 +52,13 @@ def make_optimizer(beta2, args):
     )
 
 
-def run(env_id, variant, seeds, total_timesteps, save):
+def run(env_id, variant, seeds, total_timesteps, episodes, save):
     """Trains each seed with a variant; calls `save(seed, row)` after each."""
     options = minigrid_learning.RUNS[env_id] | VARIANTS[variant]
     options["total_timesteps"] = total_timesteps
     beta2 = options.pop("beta2", 0.999)
     script.make_optimizer = functools.partial(make_optimizer, beta2)
-    args = script.Args(env_id=script.full_id(env_id), eval_episodes=1024, **options)
+    args = script.Args(env_id=script.full_id(env_id), eval_episodes=episodes, **options)
     train = jax.jit(functools.partial(script.train, args))
     evaluate = jax.jit(functools.partial(script.evaluate, args))
     for seed in seeds:
@@ -90,6 +90,7 @@ def main():
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
+    parser.add_argument("--episodes", type=int, default=1024, help="of each evaluation")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
 
@@ -106,7 +107,7 @@ def main():
                 shown = {key: row[key] for key in ("success_rate", "updates_lost", "lowest_after")}
                 print(f"{name}{seed}: {shown}, {row['seconds']:.0f} s", flush=True)
 
-            run(env_id, variant, seeds, choice.total_timesteps, save)
+            run(env_id, variant, seeds, choice.total_timesteps, choice.episodes, save)
 
 
 if __name__ == "__main__":

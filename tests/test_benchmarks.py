@@ -301,3 +301,47 @@ def test_atari_styles(tmp_path):
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
     assert row["sps"] > 0 and row["peak_memory_mb"] > 50 and f"| `{name}` |" in table
     assert row["code_lines"] == 27
+
+
+def test_minigrid_collapse(tmp_path):
+    """A variant's row for a seed, once."""
+    pytest.importorskip("minigrid")
+    out = tmp_path / "out.json"
+    words = ["Empty-8x8", "--variants", "beta2 0.95", "--total-timesteps", 8192, "--out", out]
+    words += ["--episodes", 4]
+    assert "beta2 0.95, 8192 steps, seed 1: " in run("minigrid_collapse", *words, "--seeds", 1)
+    (row,) = json.loads(out.read_text()).values()
+    assert len(row["returns"]) == 1 and row["args"]["beta2"] == 0.95
+    assert row["success_rate"] in (0, 0.25, 0.5, 0.75, 1)
+    assert run("minigrid_collapse", *words, "--seeds", 1) == ""
+
+
+def test_time_to_solve(tmp_path):
+    """CartPole by our script, and what is printed by others."""
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out.json"
+    run("time_to_solve", "--tasks", "CartPole-v1", "--only", "ours", "--seeds", 1, "--out", out)
+    result = json.loads(out.read_text())
+    (row,) = result["rows"]
+    assert row["solved"] and row["curve"][-1][2] >= 475 and row["curve"][-1][1] == row["steps"]
+    assert 0 < row["first_seconds"] < row["seconds"] and row["steps"] <= 500_000
+    assert result["medians"]["CartPole-v1, ours"]["solved"] == "1 of 1"
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_to_solve_reads_what_others_print(tmp_path):
+    """The mean of the last 64 episodes counts, once there are as many."""
+    program = """
+cleanrl = "global_step={0}, episodic_return=[{0}.]"
+purejaxrl = "global step={0}, episodic return={0}.0"
+for i in range(100):
+    print((cleanrl if i % 2 else purejaxrl).format(i))
+"""
+    sys.path.insert(0, str(FOLDER))
+    import time_to_solve
+
+    row = time_to_solve.clocked([sys.executable, "-c", program], tmp_path, 50, 60, None)
+    # 64 returns that end with n have the mean n - 31.5.
+    assert row["solved"] and row["steps"] == 82 and row["curve"][0][1:] == [63, 31.5]
+    row = time_to_solve.clocked([sys.executable, "-c", program], tmp_path, 500, 60, None)
+    assert not row["solved"] and row["steps"] == 99

@@ -50,7 +50,7 @@ def test_stopped_and_resumed_run_ends_the_same(
     assert arrays_of(run_dir)["update"] < expected["update"]
     resume = f"--resume runs/{run_dir.name}"
     if number != signal.SIGKILL:
-        assert resume in stdout and not stderr
+        assert resume in stdout and "stopping" in stdout and not stderr
     assert not (run_dir / "summary.json").exists()
 
     program = [sys.executable, f"{script.__name__}.py", *resume.split()]

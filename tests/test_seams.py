@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import USUAL_COMPILATION, edited_copy, having, once, quick_args, quick_words, run_of
+from conftest import (
+    USUAL_COMPILATION,
+    edited_copy,
+    having,
+    once,
+    quick_args,
+    quick_words,
+    run_main,
+    run_of,
+)
 
 
 def close(ours, expected, tolerance=1e-5):
@@ -249,12 +258,12 @@ class StartsWithWholeNumbers(Wrapped):
 
 @having("train")
 @pytest.mark.quick
-def test_terminated_must_be_bool(script, monkeypatch):
-    """Whole numbers would pass until the evaluation."""
+def test_terminated_must_be_bool(script, tmp_path, monkeypatch):
+    """Whole numbers would fail in the evaluation, with a message of JAX's."""
     make_env = script.make_env
     monkeypatch.setattr(script, "make_env", lambda args: CountsTerminations(make_env(args)))
     with pytest.raises(ValueError, match="^terminated must be bool, not int32"):
-        jax.eval_shape(functools.partial(script.train, short_args(script)), jax.random.key(0))
+        run_main(script, tmp_path)
 
 
 @having("train", lacking="init_rnn_state")

@@ -1,0 +1,307 @@
+"""Seconds and steps until a task is solved, as whole processes, beside other people's programs.
+
+    python benchmarks/time_to_solve.py --purejaxrl FOLDER --cleanrl FOLDER --cleanrl-python PYTHON
+    python benchmarks/time_to_solve.py --tasks CartPole-v1 --only ours rejax --seeds 1 --out FILE
+
+A task is solved when the mean return of training's last episodes reaches the threshold: ours takes
+the last one of each environment (64 in CartPole, 128 in Pendulum), the others' 64 last ones. Rejax,
+which does not report these, plays 128 episodes with the policy in training every `eval_freq` steps.
+The clock starts with the process, so imports and compilation count; `first_seconds` is when the
+first return is printed. Everyone has the settings that he publishes: Rejax's configurations,
+PureJaxRL's and CleanRL's own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX.
+Programs take turns, seed by seed. One that takes ten times as long as ours is stopped. Nothing is
+compiled before, but for "ours, from the cache", as at every start but the first.
+
+Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
+it, and needs distrax; CleanRL's `ppo.py` is a clone's, and needs a Python with torch and
+gymnasium 0.29. Results go to benchmarks/results/time_to_solve.json after every process, with the
+curves, and to time_to_solve.png.
+"""
+
+import argparse
+import collections
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "time_to_solve.json"
+THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200}
+WINDOW = 64  # episodes of the mean
+# What programs print: the mean return at a step, or the return of one episode.
+MEAN = re.compile(r"^([\d,]+) steps\b.*return (-?[\d.]+)")
+EPISODE = re.compile(r"^global.step=(\d+), episodic.return=\[?(-?[\d.]+)")
+
+
+# --- Workers: a peer in a process of its own, which prints such lines ---
+
+
+def rejax_worker(task, seed):
+    """Rejax's PPO with its configuration for this task."""
+    import jax
+    import rejax
+
+    configurations = {
+        "CartPole-v1": dict(
+            agent_kwargs={"activation": "tanh"}, num_envs=5, num_steps=100, num_epochs=5,
+            num_minibatches=5, learning_rate=0.00075, max_grad_norm=0.5, total_timesteps=100_000,
+            eval_freq=1000, gamma=0.99, gae_lambda=0.95, clip_eps=0.2, ent_coef=0.01, vf_coef=0.5,
+        ),
+        "Pendulum-v1": dict(
+            agent_kwargs={"activation": "swish"}, num_envs=100, num_steps=100, num_epochs=10,
+            num_minibatches=10, learning_rate=0.001, max_grad_norm=10, total_timesteps=150_000,
+            eval_freq=2000, gamma=0.995, gae_lambda=0.95, clip_eps=0.2, ent_coef=0.0, vf_coef=0.5,
+            normalize_observations=True,
+        ),
+    }  # fmt: skip
+    ppo = rejax.get_algo("ppo").create(env=task, **configurations[task])
+    evaluate = ppo.eval_callback
+
+    def show(step, returns):
+        print(f"{step} steps, return {returns.mean():.2f}", flush=True)
+
+    def evaluate_and_show(ppo, state, key):
+        lengths, returns = evaluate(ppo, state, key)
+        jax.debug.callback(show, state.global_step, returns)
+        return lengths, returns
+
+    ppo = ppo.replace(eval_callback=evaluate_and_show)
+    jax.block_until_ready(jax.jit(ppo.train)(jax.random.key(seed)))
+    jax.effects_barrier()
+
+
+def sb3_worker(library, task, seed):
+    """PPO of "stable_baselines3" or "sbx" with the zoo's settings for this task."""
+    import importlib
+
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    if task == "CartPole-v1":
+        num_envs, total_timesteps = 8, 100_000
+        settings = dict(
+            n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0,
+            learning_rate=lambda left: 0.001 * left, clip_range=lambda left: 0.2 * left,
+        )  # fmt: skip
+    else:
+        num_envs, total_timesteps = 4, 100_000
+        settings = dict(
+            n_steps=1024, gae_lambda=0.95, gamma=0.9, n_epochs=10, ent_coef=0.0,
+            learning_rate=1e-3, clip_range=0.2, use_sde=True, sde_sample_freq=4,
+        )  # fmt: skip
+    if library == "sbx":
+        settings["clip_range"] = 0.2  # it has no schedule for it
+        settings.pop("use_sde", None), settings.pop("sde_sample_freq", None)  # nor gSDE in PPO
+    else:
+        settings["device"] = "cpu"
+
+    class Show(BaseCallback):
+        def _on_step(self):
+            return True
+
+        def _on_rollout_end(self):
+            returns = [episode["r"] for episode in self.model.ep_info_buffer]
+            if returns:
+                mean = statistics.mean(returns)
+                print(f"{self.num_timesteps} steps, return {mean:.2f}", flush=True)
+
+    ppo = importlib.import_module(library).PPO
+    envs = make_vec_env(task, num_envs, seed=seed)
+    model = ppo("MlpPolicy", envs, seed=seed, stats_window_size=WINDOW, **settings)
+    model.learn(total_timesteps, callback=Show())
+
+
+def purejaxrl_worker(folder, seed):
+    """PureJaxRL's `ppo.py` with the settings of its own main program."""
+    import unittest.mock
+
+    for name in "brax brax.envs brax.envs.wrappers brax.envs.wrappers.training navix".split():
+        sys.modules[name] = unittest.mock.MagicMock()  # of other environments
+    sys.path[:0] = [str(folder), str(folder / "purejaxrl")]
+    import jax
+    import ppo
+
+    config = dict(
+        LR=2.5e-4, NUM_ENVS=4, NUM_STEPS=128, TOTAL_TIMESTEPS=5e5, UPDATE_EPOCHS=4,
+        NUM_MINIBATCHES=4, GAMMA=0.99, GAE_LAMBDA=0.95, CLIP_EPS=0.2, ENT_COEF=0.01, VF_COEF=0.5,
+        MAX_GRAD_NORM=0.5, ACTIVATION="tanh", ENV_NAME="CartPole-v1", ANNEAL_LR=True, DEBUG=True,
+    )  # fmt: skip
+    jax.block_until_ready(jax.jit(ppo.make_train(config))(jax.random.key(seed)))
+    jax.effects_barrier()
+
+
+# --- The clock ---
+
+
+def commands(choice, task, seed, folder):
+    """{name: command} of the programs that can do this task; `folder` is for what they write."""
+    python, worker = sys.executable, [sys.executable, __file__, "--task", task, "--seed", str(seed)]
+    shutil.copy(ROOT / "ppo_cartpole_jax.py", folder)
+    shutil.copy(ROOT / "ppo_swingup_jax.py", folder)
+    if task == "CartPole-v1":
+        ours = [python, "ppo_cartpole_jax.py", "--seed", str(seed)]
+        compared = "--num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95"
+        compared += " --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8"
+        found = {"ours": ours, "ours, from the cache": ours}
+        found["ours, CleanRL's hyper-parameters"] = [*ours, *compared.split()]
+        if choice.purejaxrl:
+            found["purejaxrl"] = [*worker, "--worker", "purejaxrl"]
+            found["purejaxrl"] += ["--purejaxrl", str(choice.purejaxrl.resolve())]
+        if choice.cleanrl:
+            script = choice.cleanrl.resolve() / "cleanrl" / "ppo.py"
+            found["cleanrl"] = [choice.cleanrl_python, str(script), "--seed", str(seed)]
+    else:  # README's recipe
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        (block,) = [block for block in blocks if "class Pendulum:" in block]
+        ours = [python, "-c", block.replace("ppo.main([", f'ppo.main(["--seed", "{seed}", ')]
+        found = {"ours": ours, "ours, from the cache": ours}
+    for name in ("rejax", "sbx", "stable_baselines3"):
+        if importlib.util.find_spec(name):
+            found[name] = [*worker, "--worker", name]
+        else:
+            print(f"{name} is not installed", file=sys.stderr)
+    return {name: x for name, x in found.items() if not choice.only or name in choice.only}
+
+
+def clocked(command, folder, threshold, limit, cache):
+    """Runs a command until it has solved the task, has ended, or the limit is over: a row."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    if cache is None:
+        env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    last, points, solved = collections.deque(maxlen=WINDOW), [], None
+    output = collections.deque(maxlen=20)  # what a failing program says last
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        for line in process.stdout:
+            output.append(line)
+            seconds = time.perf_counter() - start
+            mean, episode = MEAN.match(line), EPISODE.match(line)
+            if mean:
+                point = (seconds, int(mean[1].replace(",", "")), float(mean[2]))
+            elif episode:
+                last.append(float(episode[2]))
+                if len(last) < WINDOW:
+                    continue
+                point = (seconds, int(episode[1]), statistics.mean(last))
+            else:
+                continue
+            points.append(point)
+            if point[2] >= threshold:
+                solved = point
+            if solved or seconds > limit:
+                process.kill()
+                break
+        else:
+            if process.wait() != 0:
+                raise SystemExit(f"error: {command[:4]} failed:\n{''.join(output)}")
+    stride = max(1, len(points) // 100)
+    return {
+        "solved": solved is not None,
+        "seconds": solved[0] if solved else seconds,
+        "steps": solved[1] if solved else points[-1][1],
+        "first_seconds": points[0][0] if points else None,
+        "curve": [[round(x, 2) for x in point] for point in [*points[::stride], *points[-1:]]],
+    }
+
+
+def draw(result, path):
+    """Return over seconds, a panel for each task; solved runs end at the threshold."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
+    figure, panels = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4), squeeze=False)
+    for axes, task in zip(panels[0], tasks):
+        rows = [row for row in result["rows"] if row["task"] == task]
+        for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
+            for i, row in enumerate(row for row in rows if row["name"] == name):
+                label = name if i == 0 else None
+                seconds, _, returns = zip(*row["curve"])
+                axes.plot(seconds, returns, color=f"C{number}", label=label, linewidth=1)
+        axes.axhline(THRESHOLDS[task], color="grey", linestyle=":")
+        axes.set(xscale="log", xlabel="seconds since the start", ylabel="return", title=task)
+        axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--tasks", nargs="+", default=list(THRESHOLDS), choices=list(THRESHOLDS))
+    parser.add_argument("--only", nargs="+", help="names of programs")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--purejaxrl", type=pathlib.Path, help="a clone of PureJaxRL")
+    parser.add_argument("--cleanrl", type=pathlib.Path, help="a clone of CleanRL")
+    parser.add_argument("--cleanrl-python", default=sys.executable)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    choice = parser.parse_args()
+    if choice.worker == "rejax":
+        return rejax_worker(choice.task, choice.seed)
+    if choice.worker == "purejaxrl":
+        return purejaxrl_worker(choice.purejaxrl, choice.seed)
+    if choice.worker:
+        return sb3_worker(choice.worker, choice.task, choice.seed)
+
+    names = ("jax", "rejax", "gymnax", "sbx-rl", "stable-baselines3", "torch", "gymnasium")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    result = {
+        "command": "python benchmarks/time_to_solve.py",
+        "date": datetime.date.today().isoformat(),
+        "device": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "versions": versions,
+        "thresholds": THRESHOLDS,
+        "rows": [],
+        "medians": {},
+    }
+    cache = pathlib.Path(tempfile.mkdtemp())
+    for task in choice.tasks:
+        ours = []
+        for seed in range(1, choice.seeds + 1):
+            folder = pathlib.Path(tempfile.mkdtemp())
+            for name, command in commands(choice, task, seed, folder).items():
+                cached = cache if "cache" in name else None
+                limit = 10 * statistics.median(ours) if ours else 600
+                if cached and seed == 1:
+                    clocked(command, folder, THRESHOLDS[task], limit, cached)  # fills it
+                row = clocked(command, folder, THRESHOLDS[task], limit, cached)
+                if name == "ours" and row["solved"]:
+                    ours.append(row["seconds"])
+                result["rows"].append({"task": task, "name": name, "seed": seed} | row)
+                rows = [r for r in result["rows"] if (r["task"], r["name"]) == (task, name)]
+                keys = ("seconds", "steps", "first_seconds")
+                medians = {key: statistics.median(r[key] for r in rows) for key in keys}
+                medians["solved"] = f"{sum(r['solved'] for r in rows)} of {len(rows)}"
+                result["medians"][f"{task}, {name}"] = medians
+                choice.out.write_text(json.dumps(result, indent=1) + "\n")
+                print(f"{task}, {name}, seed {seed}: {row['seconds']:.1f} s", end="", flush=True)
+                print(f", {row['steps']:,} steps" + ("" if row["solved"] else ", not solved"))
+            shutil.rmtree(folder)
+    shutil.rmtree(cache)
+    draw(result, choice.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
