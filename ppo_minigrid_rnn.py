@@ -2389,7 +2389,7 @@ def try_video(args, evaluation, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"video: {record_video(args, evaluation, path)}")
     except Exception as error:
-        print(f"warning: no video: {error}", file=sys.stderr)
+        print(f"warning: no video: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def evaluate_run(args):
