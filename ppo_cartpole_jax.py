@@ -11,7 +11,7 @@
     python ppo_cartpole_jax.py --resume runs/<run_name>  # go on after an interruption, bit for bit
     python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluate a saved run, record a video
 
-With its default flags every one of 20 seeds reaches a return of 500, the maximum, in each of 100
+With its default flags every one of 30 seeds reaches a return of 500, the maximum, in each of 100
 greedy episodes. The hyper-parameters of CleanRL and PureJaxRL, but for more environments (theirs
 have 4), a constant learning rate and Adam's epsilon:
 
