@@ -936,7 +936,7 @@ def learn(args, state, trajectory):
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [B, ...]
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / args.num_updates)
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )

@@ -1819,7 +1819,7 @@ def update(args, state):
     )
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / args.num_updates)
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
