@@ -2396,7 +2396,7 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval).resolve()
     if (args.episodes_per_trial > 1) != (load_args(run_dir).episodes_per_trial > 1):
-        raise Problem("--episodes-per-trial: agents of trials observe more, so 1 must stay 1")
+        raise Problem("--episodes-per-trial: trials are observed otherwise, no change from or to 1")
     params = load_params(args, run_dir)
     evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
     evaluation = evaluate_seeds(params, evaluation_keys(args))

@@ -103,7 +103,8 @@ def sb3_worker(library, task, seed):
         )  # fmt: skip
     if library == "sbx":
         settings["clip_range"] = 0.2  # it has no schedule for it
-        settings.pop("use_sde", None), settings.pop("sde_sample_freq", None)  # nor gSDE in PPO
+        for name in ("use_sde", "sde_sample_freq"):  # nor gSDE in PPO
+            settings.pop(name, None)
     else:
         settings["device"] = "cpu"
 

@@ -251,6 +251,22 @@ def test_evaluations_and_videos_during_training(script, tmp_path, capsys):
     assert evaluation["eval_episodes"] == 7
 
 
+@each_text("main")
+def test_failure_in_training_saves_what_was_learned(script, tmp_path, monkeypatch):
+    """Weights & Biases may raise anything; it keeps its traceback."""
+    write = script.Logger.write
+
+    def fail_at_13(logger, update, metrics):
+        if update == 13:
+            raise ZeroDivisionError("of my own")
+        write(logger, update, metrics)
+
+    monkeypatch.setattr(script.Logger, "write", fail_at_13)
+    with pytest.raises(ZeroDivisionError, match="of my own"):
+        run_main(script, tmp_path)
+    assert 13 <= arrays_of(run_of(tmp_path))["update"] < 20
+
+
 @having("try_video")
 def test_video_that_fails_is_a_warning(script, tmp_path, monkeypatch, capsys):
     """During training, at the end and by `--eval`: everything else is there, the result too."""
