@@ -112,9 +112,8 @@ def draw(runs, path):
 
     games = list(dict.fromkeys(run["env_id"] for run in runs))
     size = (10, 0.6 + 3 * len(games))
-    figure, rows = plt.subplots(
-        len(games), 2, figsize=size, layout="constrained", squeeze=False, sharey="row"
-    )
+    plt.style.use(pathlib.Path(__file__).with_name("plots.mplstyle"))
+    figure, rows = plt.subplots(len(games), 2, figsize=size, squeeze=False, sharey="row")
     for game, (left, right) in zip(games, rows):
         for run in runs:
             if run["env_id"] != game:
@@ -134,10 +133,8 @@ def draw(runs, path):
                 right.axhline(value, **line)
         left.set(xlabel="million steps", ylabel="return", title=game)
         right.set(xlabel="hours", title=game)
-        left.legend(fontsize="x-small")
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+        left.legend()
+    figure.savefig(path)
     plt.close(figure)
 
 

@@ -93,13 +93,13 @@ def main():
     out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     resampled = np.random.default_rng(0).integers(len(curves), size=(2000, len(curves)))
     low, high = np.percentile(curves[resampled].mean(1), [2.5, 97.5], axis=0)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
+    figure, axes = plt.subplots(figsize=(7, 4))
     axes.fill_between(steps, low, high, alpha=0.3, label="95% bootstrap interval of the mean")
     axes.plot(steps, curves.mean(0), label=f"mean of {len(curves)} seeds")
     axes.set(xlabel="environment steps", ylabel="episodic return", title=choice.script)
-    axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.savefig(out.with_suffix(".png"), dpi=110)
+    figure.savefig(out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
-"""Seconds and steps until a task is solved, as whole processes, beside other people's programs.
+r"""Seconds and steps until a task is solved, as whole processes, beside other people's programs.
 
-    python benchmarks/time_to_solve.py --purejaxrl FOLDER --cleanrl FOLDER --cleanrl-python PYTHON
+    python benchmarks/time_to_solve.py --purejaxrl FOLDER --xland FOLDER --cleanrl FOLDER \
+        --cleanrl-python PYTHON
     python benchmarks/time_to_solve.py --tasks CartPole-v1 --only ours rejax --seeds 1 --out FILE
 
 A task is solved when the mean return of training's last episodes reaches the threshold: ours takes
-the last one of each environment (64 in CartPole, 128 in Pendulum), the others' 64 last ones. Rejax,
-which does not report these, plays 128 episodes with the policy in training every `eval_freq` steps.
-The clock starts with the process, so imports and compilation count; `first_seconds` is when the
-first return is printed. Everyone has the settings that he publishes: Rejax's configurations,
-PureJaxRL's and CleanRL's own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX.
-Programs take turns, seed by seed. One that takes ten times as long as ours is stopped. Nothing is
-compiled before, but for "ours, from the cache", as at every start but the first.
+the last one of each environment (64 in CartPole, 128 in Pendulum), the others' 64 last ones. Rejax
+and XLand-MiniGrid, which do not report these, play 128 and 80 episodes with the policy in training,
+Rejax every `eval_freq` steps, XLand-MiniGrid after every update. The clock starts with the process,
+so imports and compilation count; `first_seconds` is when the first return is printed. Everyone has
+the settings that he publishes: Rejax's configurations, PureJaxRL's, XLand-MiniGrid's and CleanRL's
+own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX. Programs take turns, seed by
+seed. One that takes ten times as long as ours is stopped. Nothing is compiled before, but for
+"ours, from the cache", as at every start but the first.
+
+In MiniGrid everyone plays his own port of the level, Stable-Baselines3 Farama's. Returns are
+Farama's, 1 - 0.9 steps / limit, so 0.9 needs success in nearly all episodes. Rejax plays NAVIX's
+levels, and its configurations are those of the nearest ones that it has, Empty-Random-8x8 and
+DoorKey-8x8.
 
 Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
-it, and needs distrax; CleanRL's `ppo.py` is a clone's, and needs a Python with torch and
-gymnasium 0.29. Results go to benchmarks/results/time_to_solve.json after every process, with the
-curves, and to time_to_solve.png.
+it, and needs distrax, as does XLand-MiniGrid's trainer; CleanRL's `ppo.py` is a clone's, and needs
+a Python with torch and gymnasium 0.29. Results go to benchmarks/results/time_to_solve.json after
+every process, with the curves, and to time_to_solve.png. Tasks that are not run keep their rows.
 """
 
 import argparse
@@ -38,7 +45,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "time_to_solve.json"
-THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200}
+THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200, "Empty-8x8": 0.9, "DoorKey-6x6": 0.9}
+LIMITS = {"Empty-8x8": 256, "DoorKey-6x6": 360}  # steps of an episode in Farama's MiniGrid
 WINDOW = 64  # episodes of the mean
 # What programs print: the mean return at a step, or the return of one episode.
 MEAN = re.compile(r"^([\d,]+) steps\b.*return (-?[\d.]+)")
@@ -65,16 +73,31 @@ def rejax_worker(task, seed):
             eval_freq=2000, gamma=0.995, gae_lambda=0.95, clip_eps=0.2, ent_coef=0.0, vf_coef=0.5,
             normalize_observations=True,
         ),
+        "Empty-8x8": dict(
+            agent_kwargs={"activation": "swish"}, num_envs=64, num_steps=128, num_epochs=8,
+            num_minibatches=1, learning_rate=0.0003, max_grad_norm=10, total_timesteps=1_048_576,
+            eval_freq=32_768, gamma=0.99, gae_lambda=0.8, clip_eps=0.2, ent_coef=0.01, vf_coef=0.5,
+            normalize_observations=True,
+        ),
+        "DoorKey-6x6": dict(
+            agent_kwargs={"activation": "swish"}, num_envs=128, num_steps=32, num_epochs=2,
+            num_minibatches=32, learning_rate=0.0003, max_grad_norm=10, total_timesteps=1_048_576,
+            eval_freq=32_768, gamma=0.95, gae_lambda=0.9, clip_eps=0.2, ent_coef=0.01, vf_coef=0.5,
+            normalize_observations=True,
+        ),
     }  # fmt: skip
-    ppo = rejax.get_algo("ppo").create(env=task, **configurations[task])
+    env = f"navix/Navix-{task}-v0" if task in LIMITS else task
+    ppo = rejax.get_algo("ppo").create(env=env, **configurations[task])
     evaluate = ppo.eval_callback
 
-    def show(step, returns):
-        print(f"{step} steps, return {returns.mean():.2f}", flush=True)
+    def show(step, lengths, returns):
+        if task in LIMITS:  # NAVIX's own limit is shorter
+            returns = (returns > 0) * (1 - 0.9 * lengths / LIMITS[task])
+        print(f"{step} steps, return {returns.mean():.3f}", flush=True)
 
     def evaluate_and_show(ppo, state, key):
         lengths, returns = evaluate(ppo, state, key)
-        jax.debug.callback(show, state.global_step, returns)
+        jax.debug.callback(show, state.global_step, lengths, returns)
         return lengths, returns
 
     ppo = ppo.replace(eval_callback=evaluate_and_show)
@@ -89,7 +112,18 @@ def sb3_worker(library, task, seed):
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    if task == "CartPole-v1":
+    wrapper_class, normalize = None, False
+    if task in LIMITS:
+        import minigrid  # registers its environments
+        from stable_baselines3.common.vec_env import VecNormalize
+
+        wrapper_class, normalize = minigrid.wrappers.FlatObsWrapper, True
+        num_envs, total_timesteps = 8, 10_000_000
+        settings = dict(
+            n_steps=128, batch_size=64, gae_lambda=0.95, gamma=0.99, n_epochs=10, ent_coef=0.0,
+            learning_rate=2.5e-4, clip_range=0.2,
+        )  # fmt: skip
+    elif task == "CartPole-v1":
         num_envs, total_timesteps = 8, 100_000
         settings = dict(
             n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0,
@@ -116,10 +150,13 @@ def sb3_worker(library, task, seed):
             returns = [episode["r"] for episode in self.model.ep_info_buffer]
             if returns:
                 mean = statistics.mean(returns)
-                print(f"{self.num_timesteps} steps, return {mean:.2f}", flush=True)
+                print(f"{self.num_timesteps} steps, return {mean:.3f}", flush=True)
 
     ppo = importlib.import_module(library).PPO
-    envs = make_vec_env(task, num_envs, seed=seed)
+    env_id = f"MiniGrid-{task}-v0" if task in LIMITS else task
+    envs = make_vec_env(env_id, num_envs, seed=seed, wrapper_class=wrapper_class)
+    if normalize:
+        envs = VecNormalize(envs)
     model = ppo("MlpPolicy", envs, seed=seed, stats_window_size=WINDOW, **settings)
     model.learn(total_timesteps, callback=Show())
 
@@ -143,15 +180,63 @@ def purejaxrl_worker(folder, seed):
     jax.effects_barrier()
 
 
+def xland_worker(folder, task, seed):
+    """XLand-MiniGrid's single-task trainer with its own settings, but for the length in DoorKey."""
+    import unittest.mock
+
+    for name in ("wandb", "pyrallis"):  # for logging and for flags
+        sys.modules[name] = unittest.mock.MagicMock()
+    sys.path.insert(0, str(folder / "training"))
+    import jax
+    import jax.numpy as jnp
+    import xminigrid.wrappers  # noqa: F401, before the patch
+
+    # Arrays as defaults of dataclass fields, which it has, are an error since Python 3.11.
+    with unittest.mock.patch.object(jnp, "asarray", lambda number: number):
+        import train_single_task as trainer
+    from flax.jax_utils import replicate
+
+    steps = 5_000_000 if task == "DoorKey-6x6" else trainer.TrainConfig.total_timesteps
+    config = trainer.TrainConfig(env_id=f"MiniGrid-{task}", seed=seed, total_timesteps=steps)
+    play, returns = trainer.rollout, []
+
+    def show(episode_return):  # of one of the evaluation's episodes, which follow every update
+        returns.append(float(episode_return))
+        evaluation, rest = divmod(len(returns), config.eval_episodes)
+        if rest == 0:
+            step = evaluation * config.num_envs * config.num_steps
+            mean = statistics.mean(returns[-config.eval_episodes :])
+            print(f"{step} steps, return {mean:.3f}", flush=True)
+
+    def rollout(*words):
+        stats = play(*words)
+        jax.debug.callback(show, stats.reward)
+        return stats
+
+    trainer.rollout = rollout
+    rng, env, env_params, hidden, train_state = trainer.make_states(config)
+    train = trainer.make_train(env, env_params, config)
+    rng = jax.random.split(rng, num=1)
+    jax.block_until_ready(train(rng, replicate(train_state), replicate(hidden)))
+    jax.effects_barrier()
+
+
 # --- The clock ---
 
 
 def commands(choice, task, seed, folder):
     """{name: command} of the programs that can do this task; `folder` is for what they write."""
     python, worker = sys.executable, [sys.executable, __file__, "--task", task, "--seed", str(seed)]
-    shutil.copy(ROOT / "ppo_cartpole_jax.py", folder)
-    shutil.copy(ROOT / "ppo_swingup_jax.py", folder)
-    if task == "CartPole-v1":
+    for script in ROOT.glob("ppo_*.py"):
+        shutil.copy(script, folder)
+    if task in LIMITS:
+        ours = [python, "ppo_minigrid_rnn.py", "--env-id", task, "--seed", str(seed)]
+        ours += ["--total-timesteps", "8e5"] if task == "DoorKey-6x6" else []
+        found = {"ours": ours, "ours, from the cache": ours}
+        if choice.xland:
+            found["xminigrid"] = [*worker, "--worker", "xminigrid"]
+            found["xminigrid"] += ["--xland", str(choice.xland.resolve())]
+    elif task == "CartPole-v1":
         ours = [python, "ppo_cartpole_jax.py", "--seed", str(seed)]
         compared = "--num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95"
         compared += " --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8"
@@ -169,6 +254,8 @@ def commands(choice, task, seed, folder):
         ours = [python, "-c", block.replace("ppo.main([", f'ppo.main(["--seed", "{seed}", ')]
         found = {"ours": ours, "ours, from the cache": ours}
     for name in ("rejax", "sbx", "stable_baselines3"):
+        if name == "sbx" and task in LIMITS:
+            continue  # the zoo has no settings for it
         if importlib.util.find_spec(name):
             found[name] = [*worker, "--worker", name]
         else:
@@ -227,19 +314,21 @@ def draw(result, path):
     import matplotlib.pyplot as plt
 
     tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
-    figure, panels = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4), squeeze=False)
-    for axes, task in zip(panels[0], tasks):
+    plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
+    columns = min(2, len(tasks))
+    size = (4.5 * columns, 3.5 * -(-len(tasks) // columns))
+    figure, panels = plt.subplots(-(-len(tasks) // columns), columns, figsize=size, squeeze=False)
+    for axes, task in zip(panels.flat, tasks):
         rows = [row for row in result["rows"] if row["task"] == task]
         for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
             for i, row in enumerate(row for row in rows if row["name"] == name):
                 label = name if i == 0 else None
                 seconds, _, returns = zip(*row["curve"])
-                axes.plot(seconds, returns, color=f"C{number}", label=label, linewidth=1)
-        axes.axhline(THRESHOLDS[task], color="grey", linestyle=":")
+                axes.plot(seconds, returns, color=f"C{number}", label=label)
+        axes.axhline(THRESHOLDS[task], color="gray", linestyle=":")
         axes.set(xscale="log", xlabel="seconds since the start", ylabel="return", title=task)
-        axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        axes.legend()
+    figure.savefig(path)
 
 
 def main():
@@ -249,6 +338,7 @@ def main():
     parser.add_argument("--only", nargs="+", help="names of programs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--purejaxrl", type=pathlib.Path, help="a clone of PureJaxRL")
+    parser.add_argument("--xland", type=pathlib.Path, help="a clone of XLand-MiniGrid")
     parser.add_argument("--cleanrl", type=pathlib.Path, help="a clone of CleanRL")
     parser.add_argument("--cleanrl-python", default=sys.executable)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
@@ -260,12 +350,14 @@ def main():
         return rejax_worker(choice.task, choice.seed)
     if choice.worker == "purejaxrl":
         return purejaxrl_worker(choice.purejaxrl, choice.seed)
+    if choice.worker == "xminigrid":
+        return xland_worker(choice.xland, choice.task, choice.seed)
     if choice.worker:
         return sb3_worker(choice.worker, choice.task, choice.seed)
 
-    names = ("jax", "rejax", "gymnax", "sbx-rl", "stable-baselines3", "torch", "gymnasium")
+    names = "jax rejax gymnax navix xminigrid sbx-rl stable-baselines3 torch gymnasium minigrid"
     versions = {"python": platform.python_version()}
-    for name in names:
+    for name in names.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     result = {
@@ -277,6 +369,12 @@ def main():
         "rows": [],
         "medians": {},
     }
+    if choice.out.exists():
+        before = json.loads(choice.out.read_text())
+        result["rows"] = [row for row in before["rows"] if row["task"] not in choice.tasks]
+        kept = {row["task"] for row in result["rows"]}
+        medians = before["medians"].items()
+        result["medians"] = {name: x for name, x in medians if name.split(",")[0] in kept}
     cache = pathlib.Path(tempfile.mkdtemp())
     for task in choice.tasks:
         ours = []
