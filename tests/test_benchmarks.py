@@ -77,28 +77,6 @@ def test_sps_env_only(tmp_path):
     assert rows["ppo_minigrid_rnn FourRooms"]["base_is_faster"] == 1
 
 
-def test_sps_atari(tmp_path):
-    """The parts of an Atari step; the first of them is all of it."""
-    pytest.importorskip("envpool")
-    rows = sps(tmp_path, "--atari", *SMALL, "num_envs=2", "num_steps=2")
-    assert len(rows) == 4 and all(row["sps"] > 0 for row in rows.values())
-
-
-def test_compare(tmp_path):
-    """A script beside itself as it was committed last, in two pairs."""
-    needs_history()
-    quick = words_of(**QUICK["ppo_cartpole_jax"])
-    words = ["--against", "HEAD", "--script", "ppo_cartpole_jax", "--pairs", "2"]
-    run("compare", *words, "--out", tmp_path / "out.json", "--", *quick)
-    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
-    for pair in row["pairs"]:
-        for side in ("ours", "theirs"):
-            assert pair[side]["total_timesteps"] == 2560 and pair[side]["sps"] > 0
-            assert pair[side]["process_seconds"] > pair[side]["train_seconds"]
-    ratios = [pair["ours"]["sps"] / pair["theirs"]["sps"] for pair in row["pairs"]]
-    assert row["ratios"]["sps"] == pytest.approx(np.median(ratios))
-
-
 def test_gpu_program(tmp_path):
     """On a CPU, a stage of each kind, without tyro; a later failure takes no result's place."""
     out = tmp_path / "out.json"
@@ -199,21 +177,6 @@ assert jnp.allclose(cut_zero, zero)
     assert result.returncode == 0, result.stderr
 
 
-def test_atari_learning(tmp_path):
-    """Random play and a very short training on the same emulators."""
-    pytest.importorskip("envpool")
-    quick = QUICK["ppo_atari_envpool_xla_jax"] | {"total_timesteps": 128}
-    del quick["eval_episodes"]
-    words = ["--episodes", "2", "--folder", tmp_path / "runs", "--out", tmp_path / "out.json"]
-    run("atari_learning", *words, "--", *words_of(**quick))
-    result = json.loads((tmp_path / "out.json").read_text())["Breakout-v5"]
-    (trained,) = result["runs"]
-    assert trained["total_timesteps"] == 128 and trained["eval_protocol"] == "training"
-    assert result["random_return_mean"] >= 0 and trained["curve"]
-    score = (trained["eval_return_mean"] - 1.7) / (30.5 - 1.7)  # published: random play, human
-    assert trained["human_normalized_score"] == pytest.approx(score)
-
-
 def write_events(path, first_step, start, values, tag="charts/episodic_return"):
     """An event file of one process: it begins after a step, and logs {step: (seconds, value)}."""
     events = [event_pb2.Event(wall_time=start, file_version="brain.Event:2")]
@@ -301,19 +264,6 @@ def test_atari_styles(tmp_path):
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
     assert row["sps"] > 0 and row["peak_memory_mb"] > 50 and f"| `{name}` |" in table
     assert row["code_lines"] == 27
-
-
-def test_minigrid_collapse(tmp_path):
-    """A variant's row for a seed, once."""
-    pytest.importorskip("minigrid")
-    out = tmp_path / "out.json"
-    words = ["Empty-8x8", "--variants", "beta2 0.95", "--total-timesteps", 8192, "--out", out]
-    words += ["--episodes", 4]
-    assert "beta2 0.95, 8192 steps, seed 1: " in run("minigrid_collapse", *words, "--seeds", 1)
-    (row,) = json.loads(out.read_text()).values()
-    assert len(row["returns"]) == 1 and row["args"]["beta2"] == 0.95
-    assert row["success_rate"] in (0, 0.25, 0.5, 0.75, 1)
-    assert run("minigrid_collapse", *words, "--seeds", 1) == ""
 
 
 def test_time_to_solve(tmp_path):

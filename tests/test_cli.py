@@ -119,6 +119,7 @@ def test_counts_that_are_not_whole(script, text, capsys):
     assert exit.value.code == 2 and "Traceback" not in capsys.readouterr().err
 
 
+@each_text("main")
 def test_exit_statuses(script, tmp_path):
     """Of processes: one line on stderr, no folder."""
     cases = [({"num_minibatches": 7}, "--num-minibatches"), ({"resume": "missing"}, "missing")]
@@ -267,7 +268,7 @@ def test_failure_in_training_saves_what_was_learned(script, tmp_path, monkeypatc
     assert 13 <= arrays_of(run_of(tmp_path))["update"] < 20
 
 
-@having("try_video")
+@each_text("try_video")
 def test_video_that_fails_is_a_warning(script, tmp_path, monkeypatch, capsys):
     """During training, at the end and by `--eval`: everything else is there, the result too."""
 
@@ -294,7 +295,7 @@ def test_environment_without_render(script, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "videos").exists() and (run_dir / "summary.json").is_file()
 
 
-@having("train")
+@once("Logger")
 def test_folder_of_several_seeds(script, tmp_path):
     """A TensorBoard run and the numbers of every result for each seed."""
     steps = 2 * quick_args(script).batch_size
@@ -352,6 +353,7 @@ def test_tracking_that_cannot_start(script, fault, tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
+@each_text("main", lacking="make_pool")
 def test_cell_of_a_notebook(script, tmp_path):
     """Pasted into a cell: no file, IPython's arguments; and again in the same process."""
     program = f"""
@@ -371,7 +373,7 @@ exec('if __name__ == "__main__":' + text.partition('if __name__ == "__main__":')
     assert result.stdout.endswith("words: []\n") and script.__name__ in run_of(tmp_path).name
 
 
-@having("train")
+@once("train")
 def test_without_jit(script, tmp_path):
     """`JAX_DISABLE_JIT=1`, with which people debug."""
     sizes = dict(num_envs=2, num_steps=2, num_minibatches=1, update_epochs=1, eval_episodes=1)
@@ -451,7 +453,7 @@ DAMAGES = {
 }
 
 
-@each_text("main")
+@once("load_checkpoint")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("use", ["resume", "eval"])
 def test_damaged_checkpoint(script, run_copy, use, damage, tmp_path):
@@ -579,7 +581,7 @@ def test_unwritable_runs_folder(script, tmp_path, monkeypatch):
     assert str(tmp_path / "file") in refusal(script, script.main, words)
 
 
-@each_text("main")
+@once("Logger")
 def test_full_disk_for_events(script, tmp_path):
     """Nothing more fits into the event file: one line that names it, and the state is saved."""
     code = f"""import io, sys, {script.__name__} as script
