@@ -22,7 +22,7 @@ steps, because new starts teach more than further balancing does. Evaluation pla
     python ppo_swingup_jax.py --total-timesteps 1e8 --num-envs 1024 --num-steps 128 \
         --update-epochs 4 --num-minibatches 4 --learning-rate 1e-4 --gae-lambda 0.95 \
         --clip-coef 0.1 --max-grad-norm 1.0 --adam-eps 1e-8 --reward-scale 1 \
-        --train-episode-steps 500
+        --train-episode-steps 500 --hanging-starts 0 --train-start-range 1
 
 An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
 step t on (logs show the plain sum of an episode). One network, the actor, is the policy; another,
@@ -136,8 +136,10 @@ class Args:
     # Environment
     env_id: Literal["CartPoleSwingUp-v0"] = "CartPoleSwingUp-v0"
     """the only environment of this script; see make_env"""
-    start: Literal["random", "hanging"] = "random"
-    """where training episodes begin: the pole anywhere on the circle, or straight down"""
+    hanging_starts: float = 0.1
+    """share of training episodes that begin with the pole straight down, not anywhere"""
+    train_start_range: float = 1.5
+    """how far from the centre training episodes begin at most, m; evaluation has 1"""
     train_episode_steps: int = 100
     """steps after which training truncates an episode; evaluation plays 500"""
     num_envs: int = 128
@@ -227,8 +229,9 @@ class CartPoleSwingUp:
     | reward      | for height and, nearly upright, for rest at the centre; see `reward`       |
     | terminated  | cart further than 2.4 m from the centre                                    |
     | truncated   | by the caller, after `max_episode_steps`                                   |
-    | start       | at rest, position uniform in [-1, 1] m, angle uniform on the whole circle  |
-    |             | (random) or within 0.05 rad of straight down (hanging)                     |
+    | start       | at rest, position uniform within `start_range` of the centre, angle        |
+    |             | uniform on the whole circle or, in the share `hanging` of the starts,      |
+    |             | within 0.05 rad of straight down                                           |
     | success     | 500 steps on the track, nearly upright in each of the last 100             |
 
     An environment of your own needs `reset`, `step`, `observe`, `action_size` and
@@ -248,14 +251,15 @@ class CartPoleSwingUp:
     upright: float = 0.95  # cosine of the angle above which it is nearly upright: 18 degrees
     action_size: int = 1
     max_episode_steps: int = 500
-    start: str = "random"
+    hanging: float = 0.0
+    start_range: float = 1.0  # m
 
     def reset(self, key):
         """A start state, drawn with a PRNG key."""
-        x, turn = jax.random.uniform(key, (2,), minval=-1.0, maxval=1.0)
-        theta = math.pi * turn
-        if self.start == "hanging":
-            theta = math.pi + 0.05 * turn
+        x, turn, kind = jax.random.uniform(key, (3,), minval=-1.0, maxval=1.0)
+        hangs = kind < 2 * self.hanging - 1
+        theta = jnp.where(hangs, math.pi + 0.05 * turn, math.pi * turn)
+        x *= self.start_range
         return SwingUpState(x=x, x_dot=jnp.zeros(()), theta=theta, theta_dot=jnp.zeros(()))
 
     def step(self, key, state, action):
@@ -335,10 +339,10 @@ class CartPoleSwingUp:
         return jnp.stack([position, velocity, jnp.cos(theta), jnp.sin(theta), theta_dot / 3])
 
     def evaluations(self):
-        """{kind of start: the whole task with it}; that of training comes first."""
-        starts = sorted(("random", "hanging"), key=lambda start: start != self.start)
-        task = dataclasses.replace(self, max_episode_steps=500)
-        return {start: dataclasses.replace(task, start=start) for start in starts}
+        """{kind of start: the whole task with it, within 1 m of the centre}."""
+        task = dataclasses.replace(self, max_episode_steps=500, start_range=1.0)
+        shares = {"random": 0.0, "hanging": 1.0}
+        return {kind: dataclasses.replace(task, hanging=share) for kind, share in shares.items()}
 
     def succeeded(self, states):
         """Success [] of one episode's states [L + 1], which repeat the last one after its end."""
@@ -372,11 +376,16 @@ class CartPoleSwingUp:
 def make_env(args):
     """The environment of training; the only place that names it.
 
-    A limit of 100 steps is right only where `reset` starts all over the state space. With
-    `reward_scale` values should stay below ten or so: they reach reward_scale * largest reward /
-    (1 - gamma).
+    A limit of 100 steps is right only where `reset` starts all over the state space. Starts at rest
+    straight down would be rare, and those at the edge of the task's range are the hardest: so there
+    is a share for the first ones, and the range is wider. With `reward_scale` values should stay
+    below ten or so: they reach reward_scale * largest reward / (1 - gamma).
     """
-    return CartPoleSwingUp(start=args.start, max_episode_steps=args.train_episode_steps)
+    return CartPoleSwingUp(
+        hanging=args.hanging_starts,
+        start_range=args.train_start_range,
+        max_episode_steps=args.train_episode_steps,
+    )
 
 
 # ==================================================================================================

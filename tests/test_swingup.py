@@ -109,16 +109,21 @@ def test_energy_drift_is_first_order(script):
 @pytest.mark.quick
 def test_starts_and_observation(script):
     """Random starts fill the circle, hanging ones lie within 0.05 rad of straight down."""
-    ranges = {"random": (-math.pi, math.pi), "hanging": (math.pi - 0.05, math.pi + 0.05)}
+    ranges = {0.0: (-math.pi, math.pi), 1.0: (math.pi - 0.05, math.pi + 0.05)}
     keys = jax.random.split(jax.random.key(0), 10_000)
-    for start, (low, high) in ranges.items():
-        states = jax.vmap(script.CartPoleSwingUp(start=start).reset)(keys)
+    for hanging, (low, high) in ranges.items():
+        states = jax.vmap(script.CartPoleSwingUp(hanging=hanging).reset)(keys)
         x, x_dot, theta, theta_dot = np.asarray(states)
         for values, (lowest, highest) in [(x, (-1, 1)), (theta, (low, high))]:
             assert lowest - 1e-6 <= values.min() and values.max() <= highest + 1e-6
             counts = np.histogram(values, 20, (lowest, highest))[0]
             assert abs(counts - 500).max() < 110  # five standard deviations
         assert not x_dot.any() and not theta_dot.any()
+    x, _, theta, _ = jax.vmap(script.CartPoleSwingUp(hanging=0.25, start_range=2).reset)(keys)
+    assert 1.99 < np.abs(x).max() <= 2
+    near = np.abs(theta - math.pi) <= 0.05
+    share = 0.25 + 0.75 * 0.05 / (2 * math.pi)  # random angles lie in [-pi, pi]
+    assert abs(near.mean() - share) < 0.022  # five standard deviations
     obs = script.CartPoleSwingUp().observe(script.SwingUpState(1.2, -1.0, 2.0, 6.0))
     np.testing.assert_allclose(obs, [0.5, -0.5, math.cos(2), math.sin(2), 2.0], rtol=1e-6)
 
@@ -244,13 +249,14 @@ def test_training_episodes_are_short(script):
 
 @pytest.mark.quick
 def test_kinds_of_start(script):
-    """An evaluation plays the whole task from both, training's own first, constants as they are."""
-    for start, other in [("random", "hanging"), ("hanging", "random")]:
-        env = script.CartPoleSwingUp(start=start, max_episode_steps=100, gravity=3.7)
-        envs = env.evaluations()
-        assert list(envs) == [start, other]
-        for name, played in envs.items():
-            assert (played.start, played.max_episode_steps, played.gravity) == (name, 500, 3.7)
+    """An evaluation plays the whole task from both, with constants as they are."""
+    env = script.make_env(script.parse_args([]))
+    assert (env.hanging, env.start_range, env.max_episode_steps) == (0.1, 1.5, 100)
+    env = dataclasses.replace(env, gravity=3.7)
+    envs = env.evaluations()
+    assert [(name, env.hanging) for name, env in envs.items()] == [("random", 0), ("hanging", 1)]
+    for env in envs.values():
+        assert (env.max_episode_steps, env.start_range, env.gravity) == (500, 1, 3.7)
 
 
 def test_environment_without_extras(script, monkeypatch, tmp_path):
