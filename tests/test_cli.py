@@ -119,7 +119,7 @@ def test_counts_that_are_not_whole(script, text, capsys):
     assert exit.value.code == 2 and "Traceback" not in capsys.readouterr().err
 
 
-@each_text("main")
+@once("Logger")
 def test_exit_statuses(script, tmp_path):
     """Of processes: one line on stderr, no folder."""
     cases = [({"num_minibatches": 7}, "--num-minibatches"), ({"resume": "missing"}, "missing")]
@@ -353,7 +353,7 @@ def test_tracking_that_cannot_start(script, fault, tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
-@each_text("main", lacking="make_pool")
+@once("Logger")
 def test_cell_of_a_notebook(script, tmp_path):
     """Pasted into a cell: no file, IPython's arguments; and again in the same process."""
     program = f"""

@@ -3,9 +3,7 @@
 import functools
 import json
 import os
-import signal
 import socket
-import time
 
 import jax
 import numpy as np
@@ -22,15 +20,19 @@ def quick(script, **options):
     return QUICK[script.__name__] | fewer | options
 
 
-def start_two(script, folder, **options):
-    """Two processes, in folders of their own so that it shows who writes what."""
+def start_two(script, folder, codes=(None, None), **options):
+    """Two processes, in folders of their own so that it shows who writes what.
+
+    `codes` are run instead of the script, see `start`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     processes = []
     for i in range(2):
         flags = quick(script, coordinator_address=address, num_processes=2, process_id=i, **options)
-        process = start(script, folder / f"process_{i}", 1, "--distributed", **flags)
+        place = folder / f"process_{i}"
+        process = start(script, place, 1, "--distributed", code=codes[i], **flags)
         if hasattr(os, "sched_setaffinity"):  # all cores: on one they wait for each other's turns
             os.sched_setaffinity(process.pid, range(os.cpu_count()))
         processes.append(process)
@@ -102,15 +104,19 @@ def test_first_process_writes_what_one_alone_would(script, together, tmp_path):
 @having("join_processes")
 def test_stopped_and_resumed_together(script, together, tmp_path):
     """The second process gets SIGTERM: both stop; resumed, they end as if uninterrupted."""
-    processes = start_two(script, tmp_path)
-    while not list(tmp_path.glob("process_0/runs/*/checkpoint.npz")):
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.01)
-    processes[1].send_signal(signal.SIGTERM)
+    code = f"""import os, signal, sys, {script.__name__} as script
+log = script.Logger.log
+def log_and_stop(self, update, metrics):
+    log(self, update, metrics)
+    if update == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+script.Logger.log = log_and_stop
+script.main(sys.argv[1:])"""
+    processes = start_two(script, tmp_path, codes=(None, code))
     (code, out, err), (other, *_) = communicate(processes)
     run_dir = run_of(tmp_path / "process_0")
     assert (code, other) == (143, 143) and f"--resume runs/{run_dir.name}" in out, err
-    assert 0 < arrays_of(run_dir)["update"][0] < UPDATES
+    assert arrays_of(run_dir)["update"][0] == 4  # at the end of a log interval
     for code, out, err in communicate(start_two(script, tmp_path, resume=run_dir)):
         assert code == 0, out + err
     ours, expected = arrays_of(run_dir), arrays_of(run_of(together / "process_0"))
