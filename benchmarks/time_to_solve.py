@@ -22,7 +22,7 @@ DoorKey-8x8.
 Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
 it, and needs distrax, as does XLand-MiniGrid's trainer; CleanRL's `ppo.py` is a clone's, and needs
 a Python with torch and gymnasium 0.29. Results go to benchmarks/results/time_to_solve.json after
-every process, with the curves, and to time_to_solve.png. Tasks that are not run keep their rows.
+every process, with the curves, and to time_to_solve.png.
 """
 
 import argparse
@@ -106,18 +106,21 @@ def rejax_worker(task, seed):
 
 
 def sb3_worker(library, task, seed):
-    """PPO of "stable_baselines3" or "sbx" with the zoo's settings for this task."""
+    """PPO of "stable_baselines3" or "sbx" with the zoo's settings for this task.
+
+    For MiniGrid they are those that it has for other levels of this kind.
+    """
     import importlib
 
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    wrapper_class, normalize = None, False
+    wrapper_class = None
     if task in LIMITS:
         import minigrid  # registers its environments
         from stable_baselines3.common.vec_env import VecNormalize
 
-        wrapper_class, normalize = minigrid.wrappers.FlatObsWrapper, True
+        wrapper_class = minigrid.wrappers.FlatObsWrapper
         num_envs, total_timesteps = 8, 10_000_000
         settings = dict(
             n_steps=128, batch_size=64, gae_lambda=0.95, gamma=0.99, n_epochs=10, ent_coef=0.0,
@@ -155,7 +158,7 @@ def sb3_worker(library, task, seed):
     ppo = importlib.import_module(library).PPO
     env_id = f"MiniGrid-{task}-v0" if task in LIMITS else task
     envs = make_vec_env(env_id, num_envs, seed=seed, wrapper_class=wrapper_class)
-    if normalize:
+    if task in LIMITS:
         envs = VecNormalize(envs)
     model = ppo("MlpPolicy", envs, seed=seed, stats_window_size=WINDOW, **settings)
     model.learn(total_timesteps, callback=Show())
@@ -369,12 +372,6 @@ def main():
         "rows": [],
         "medians": {},
     }
-    if choice.out.exists():
-        before = json.loads(choice.out.read_text())
-        result["rows"] = [row for row in before["rows"] if row["task"] not in choice.tasks]
-        kept = {row["task"] for row in result["rows"]}
-        medians = before["medians"].items()
-        result["medians"] = {name: x for name, x in medians if name.split(",")[0] in kept}
     cache = pathlib.Path(tempfile.mkdtemp())
     for task in choice.tasks:
         ours = []

@@ -118,8 +118,8 @@ def test_default_runs(tmp_path):
     """Two seeds of a quick run: their evaluations, the curve and its picture."""
     pytest.importorskip("matplotlib")
     quick = words_of(**QUICK["ppo_swingup_jax"])
-    words = ["ppo_swingup_jax", "--seeds", "2", "--cache", "--out", tmp_path / "out", "--", *quick]
-    run("default_runs", *words)
+    words = ["ppo_swingup_jax", "--seeds", 2, "--at-once", 2, "--cache", "--out", tmp_path / "out"]
+    run("default_runs", *words, "--", *quick)
     result = json.loads((tmp_path / "out.json").read_text())
     assert [row["seed"] for row in result["runs"]] == [1, 2]
     assert {"eval_success_random", "eval_success_hanging"} < set(result["runs"][0])

@@ -458,6 +458,17 @@ DAMAGES = {
 @pytest.mark.parametrize("use", ["resume", "eval"])
 def test_damaged_checkpoint(script, run_copy, use, damage, tmp_path):
     """A line that names the file; nothing is written."""
+    check_damaged_checkpoint(script, run_copy, use, damage, tmp_path)
+
+
+@each_text("main")
+def test_truncated_checkpoint_of_each_script(script, run_copy, tmp_path):
+    """Each `main` reads before it writes."""
+    for use in ("resume", "eval"):
+        check_damaged_checkpoint(script, run_copy, use, "truncated", tmp_path)
+
+
+def check_damaged_checkpoint(script, run_copy, use, damage, tmp_path):
     path = run_copy / "checkpoint.npz"
     DAMAGES[damage](path)
     before = contents(tmp_path)
