@@ -156,9 +156,10 @@ def having(*names, lacking=None):
 
 
 def once(name):
-    """Restricts a test to the first script that defines a name, which is one text in all of them.
+    """Restricts a test to the first script that defines a name.
 
-    test_drift.py holds it to be one.
+    For what is one text in all of them, as test_drift.py holds, and for paths of `main` on which
+    the scripts do not differ.
     """
     return _with_scripts([module for module in MODULES if hasattr(module, name)][:1])
 

@@ -71,12 +71,6 @@ def test_sps(tmp_path):
     assert all(row["sps"] > 0 and row["compile_seconds"] > 0 for row in rows.values())
 
 
-def test_sps_env_only(tmp_path):
-    """One environment of ours, with those peers beside it that are installed."""
-    rows = sps(tmp_path, "--env-only", "--only", "FourRooms", "num_envs=16")
-    assert rows["ppo_minigrid_rnn FourRooms"]["base_is_faster"] == 1
-
-
 def test_gpu_program(tmp_path):
     """On a CPU, a stage of each kind, without tyro; a later failure takes no result's place."""
     out = tmp_path / "out.json"
@@ -118,7 +112,7 @@ def test_default_runs(tmp_path):
     """Two seeds of a quick run: their evaluations, the curve and its picture."""
     pytest.importorskip("matplotlib")
     quick = words_of(**QUICK["ppo_swingup_jax"])
-    words = ["ppo_swingup_jax", "--seeds", 2, "--at-once", 2, "--cache", "--out", tmp_path / "out"]
+    words = ["ppo_swingup_jax", "--seeds", 2, "--cache", "--out", tmp_path / "out"]
     run("default_runs", *words, "--", *quick)
     result = json.loads((tmp_path / "out.json").read_text())
     assert [row["seed"] for row in result["runs"]] == [1, 2]

@@ -650,57 +650,6 @@ def test_loss_gradient_equals_finite_differences(monkeypatch, clip_vloss):
 # Seams ----------------------------------------------------------------------------------------
 
 
-def test_an_lstm_needs_three_functions(monkeypatch):
-    """A recurrent state that is a pair: only init_rnn_state, init_agent and forward change."""
-
-    def init_rnn_state(args, num_envs):
-        zeros = jnp.zeros((num_envs, args.rnn_hidden_dim))
-        return zeros, zeros
-
-    class Network(nn.Module):
-        size: int
-        num_actions: int
-
-        @nn.compact
-        def __call__(self, inputs, rnn_state):
-            image = inputs.obs["image"]
-            x = nn.Dense(self.size)(image.reshape(*image.shape[:2], -1) / 10)
-            cell = nn.OptimizedLSTMCell(self.size)
-            states = []
-            for t in range(len(x)):
-                start = inputs.start[t][:, None]
-                rnn_state = jax.tree.map(lambda s, start=start: jnp.where(start, 0, s), rnn_state)
-                rnn_state, _ = cell(rnn_state, x[t])
-                states.append(rnn_state)
-            states = jax.tree.map(lambda *s: jnp.stack(s), *states)
-            logits = nn.Dense(self.num_actions)(states[1])
-            return logits, nn.Dense(1)(states[1])[..., 0], states
-
-    def init_agent(args, key, env):
-        obs = {"image": jnp.zeros((1, 1, 7, 7, 3)), "direction": jnp.zeros((1, 1), jnp.int32)}
-        zeros = jnp.zeros((1, 1))
-        inputs = script.Inputs(obs, zeros, zeros, zeros == 0)
-        network = Network(args.rnn_hidden_dim, env.num_actions)
-        return network.init(key, inputs, init_rnn_state(args, 1))
-
-    def forward(args, params, inputs, rnn_state):
-        num_actions = script.make_env(args).num_actions
-        network = Network(args.rnn_hidden_dim, num_actions)
-        logits, value, states = network.apply(params, inputs, rnn_state)
-        return script.Categorical(logits), value, states
-
-    monkeypatch.setattr(script, "init_rnn_state", init_rnn_state)
-    monkeypatch.setattr(script, "init_agent", init_agent)
-    monkeypatch.setattr(script, "forward", forward)
-    options = SMALL | dict(num_envs=4, num_steps=5, total_timesteps=40, eval_episodes=2)
-    args = script.Args(env_id="Empty-5x5", **options)
-    state, metrics = jax.jit(script.train, static_argnums=0)(args, jax.random.key(0))
-    assert state.agent_state.rnn_state[1].shape == (4, 16)
-    assert np.isfinite(metrics["losses/grad_norm"]).all()
-    evaluate = jax.jit(script.evaluate, static_argnums=0)
-    assert evaluate(args, state.params, jax.random.key(1)).episode_return.shape == (2,)
-
-
 def test_a_missing_axis_is_an_error():
     args = script.Args(env_id="Empty-5x5", **SMALL)
     env = script.make_env(args)

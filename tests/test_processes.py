@@ -13,8 +13,7 @@ from conftest import QUICK, arrays_of, environment, once, run_main, run_of, scal
 def long_options(script):
     """The quick run, so long that it can be stopped after its first checkpoint: for seconds."""
     quick = QUICK[script.__name__]
-    times = {"ppo_cartpole_jax": 10, "ppo_minigrid_rnn": 4}[script.__name__]
-    return quick | {"total_timesteps": times * quick["total_timesteps"]}
+    return quick | {"total_timesteps": 10 * quick["total_timesteps"]}
 
 
 @pytest.fixture(scope="session")
@@ -22,17 +21,9 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return run_main(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
-STOPS = [  # a script for each `main`, but those with emulators, whose games are lost
-    ("ppo_cartpole_jax", signal.SIGKILL, -9),
-    ("ppo_cartpole_jax", signal.SIGTERM, 143),
-    ("ppo_minigrid_rnn", signal.SIGINT, 130),
-]
-
-
+@once("remembered_signals")  # test_minigrid_count_bonus.py resumes a recurrent run
 @pytest.mark.parametrize(
-    "script, number, code",
-    [pytest.param(sys.modules[name], *rest, id=f"{name}-{rest[0].name}") for name, *rest in STOPS],
-    indirect=["script"],
+    "number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)], ids=["SIGKILL", "SIGTERM"]
 )
 def test_stopped_and_resumed_run_ends_the_same(
     script, long_options, uninterrupted_run, number, code, tmp_path
