@@ -22,7 +22,7 @@ DoorKey-8x8.
 Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
 it, and needs distrax, as does XLand-MiniGrid's trainer; CleanRL's `ppo.py` is a clone's, and needs
 a Python with torch and gymnasium 0.29. Results go to benchmarks/results/time_to_solve.json after
-every process, with the curves, and to time_to_solve.png.
+every process, with the curves, and to time_to_solve.png; those of other tasks stay there.
 """
 
 import argparse
@@ -316,7 +316,7 @@ def draw(result, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
+    tasks = [task for task in THRESHOLDS if any(row["task"] == task for row in result["rows"])]
     plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
     columns = min(2, len(tasks))
     size = (4.5 * columns, 3.5 * -(-len(tasks) // columns))
@@ -363,15 +363,22 @@ def main():
     for name in names.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    result = {
-        "command": "python benchmarks/time_to_solve.py",
+    conditions = {
         "date": datetime.date.today().isoformat(),
         "device": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "versions": versions,
-        "thresholds": THRESHOLDS,
-        "rows": [],
-        "medians": {},
     }
+    result = {"command": "python benchmarks/time_to_solve.py", "thresholds": THRESHOLDS}
+    result |= {"conditions": {}, "rows": [], "medians": {}}
+    if choice.out.exists():  # other tasks stay; programs of one task have always run in turn
+        earlier = json.loads(choice.out.read_text())
+        others = [task for task in earlier["conditions"] if task not in choice.tasks]
+        result["conditions"] = {task: earlier["conditions"][task] for task in others}
+        result["rows"] = [row for row in earlier["rows"] if row["task"] in others]
+        result["medians"] = {
+            name: row for name, row in earlier["medians"].items() if name.split(",")[0] in others
+        }
+    result["conditions"] |= dict.fromkeys(choice.tasks, conditions)
     cache = pathlib.Path(tempfile.mkdtemp())
     for task in choice.tasks:
         ours = []

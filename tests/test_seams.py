@@ -80,7 +80,7 @@ FLOATS = dict(  # value of the base run, another value
 )
 
 
-@having("train", lacking="init_rnn_state")
+@having("train")
 def test_sweep_over_every_float_and_seeds(script):
     """`jit(vmap(train))`: each float of `Args` in turn has another value, and so has the key.
 
