@@ -243,8 +243,9 @@ def commands(choice, task, seed, folder):
         ours = [python, "ppo_cartpole_jax.py", "--seed", str(seed)]
         compared = "--num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95"
         compared += " --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8"
+        compared += " --total-timesteps 5e6"
         found = {"ours": ours, "ours, from the cache": ours}
-        found["ours, CleanRL's hyper-parameters"] = [*ours, *compared.split()]
+        found["ours, as compared for speed"] = [*ours, *compared.split()]
         if choice.purejaxrl:
             found["purejaxrl"] = [*worker, "--worker", "purejaxrl"]
             found["purejaxrl"] += ["--purejaxrl", str(choice.purejaxrl.resolve())]

@@ -127,7 +127,7 @@ def test_minigrid_learning(tmp_path):
     num_episodes = 2  # of a trial
     small = dict(episodes_per_trial=num_episodes)
     small |= dict(num_envs=8, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
-    words = ["Empty-8x8", "--cut", "--img-obs", "--total-timesteps", "128", "--episodes", "6"]
+    words = ["Empty-8x8", "--cut", "--total-timesteps", "128", "--episodes", "6"]
     words += ["--eval-mode", "sampled", "--folder", tmp_path, "--out", tmp_path / "out.json"]
     run("minigrid_learning", *words, "--", *words_of(**small))
     (result,) = json.loads((tmp_path / "out.json").read_text()).values()
