@@ -52,7 +52,8 @@ MEMORY = dict(
 )
 # Where random play succeeds in some percent of the episodes, and what is to be learned is which
 # thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
-MISSION = dict(norm_adv=True, ent_coef=0.01)
+# Normalised they make large steps, of which the limit on the KL would skip many.
+MISSION = dict(norm_adv=True, ent_coef=0.01, target_kl=None)
 # Where random play hardly ever succeeds: the bonus of minigrid_count_bonus.py leads there.
 EXPLORE = dict(
     num_envs=1024,
