@@ -261,12 +261,18 @@ def test_atari_styles(tmp_path):
 
 
 def test_time_to_solve(tmp_path):
-    """CartPole by our script, and what is printed by others."""
+    """CartPole by our script; the rows of another task stay, those of this one do not."""
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out.json"
+    out, conditions = tmp_path / "out.json", {"Pendulum-v1": {"date": "1"}, "CartPole-v1": {}}
+    other, own = ({"task": task, "name": "x", "curve": [[1, 2, 3]]} for task in conditions)
+    medians = {f"{task}, x": {} for task in conditions}
+    earlier = {"conditions": conditions, "rows": [other, own], "medians": medians}
+    out.write_text(json.dumps(earlier))
     run("time_to_solve", "--tasks", "CartPole-v1", "--only", "ours", "--seeds", 1, "--out", out)
     result = json.loads(out.read_text())
-    (row,) = result["rows"]
+    kept, row = result["rows"]
+    assert kept == other and result["conditions"]["Pendulum-v1"] == {"date": "1"}
+    assert list(result["medians"]) == ["Pendulum-v1, x", "CartPole-v1, ours"]
     assert row["solved"] and row["curve"][-1][2] >= 475 and row["curve"][-1][1] == row["steps"]
     assert 0 < row["first_seconds"] < row["seconds"] and row["steps"] <= 500_000
     assert result["medians"]["CartPole-v1, ours"]["solved"] == "1 of 1"

@@ -21,9 +21,9 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return run_main(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
-@once("remembered_signals")  # test_minigrid_count_bonus.py resumes a recurrent run
+@once("remembered_signals")  # test_distributed.py stops recurrent ones, by SIGTERM
 @pytest.mark.parametrize(
-    "number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)], ids=["SIGKILL", "SIGTERM"]
+    "number, code", [(signal.SIGKILL, -9), (signal.SIGINT, 130)], ids=["SIGKILL", "SIGINT"]
 )
 def test_stopped_and_resumed_run_ends_the_same(
     script, long_options, uninterrupted_run, number, code, tmp_path

@@ -1,4 +1,4 @@
-"""README's Python snippets, run as they stand beside unmodified scripts."""
+"""README's Python snippets, run as they stand beside the scripts, but for the videos."""
 
 import json
 import os
@@ -20,21 +20,16 @@ def snippet(*words):
 
 
 def run(block, folder, flags=LIGHT_COMPILATION):
-    """Runs a snippet in a folder with copies of the scripts; returns its standard output."""
-    result = outcome(block, folder, flags)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def outcome(block, folder, flags):
-    """Runs a snippet like `run`, on one device, to whatever end; returns the finished process."""
+    """Runs a snippet on one device in a folder with copies of the scripts; returns its output."""
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
     env = os.environ | {"XLA_FLAGS": flags}
     (script,) = re.findall(r"import (ppo_\w+) as ppo", block)
     no_video = f"import {script}\n{script}.record_video = lambda *_: None\n"  # takes seconds
     command = [sys.executable, "-c", no_video + block]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def summary_of(folder):
