@@ -138,11 +138,7 @@ def sb3_worker(library, task, seed):
             n_steps=1024, gae_lambda=0.95, gamma=0.9, n_epochs=10, ent_coef=0.0,
             learning_rate=1e-3, clip_range=0.2, use_sde=True, sde_sample_freq=4,
         )  # fmt: skip
-    if library == "sbx":
-        settings["clip_range"] = 0.2  # it has no schedule for it
-        for name in ("use_sde", "sde_sample_freq"):  # nor gSDE in PPO
-            settings.pop(name, None)
-    else:
+    if library == "stable_baselines3":
         settings["device"] = "cpu"
 
     class Show(BaseCallback):
@@ -150,8 +146,8 @@ def sb3_worker(library, task, seed):
             return True
 
         def _on_rollout_end(self):
-            returns = [episode["r"] for episode in self.model.ep_info_buffer]
-            if returns:
+            returns = [episode["r"] for episode in self.model.ep_info_buffer][-WINDOW:]
+            if len(returns) == WINDOW:
                 mean = statistics.mean(returns)
                 print(f"{self.num_timesteps} steps, return {mean:.3f}", flush=True)
 
@@ -160,7 +156,7 @@ def sb3_worker(library, task, seed):
     envs = make_vec_env(env_id, num_envs, seed=seed, wrapper_class=wrapper_class)
     if task in LIMITS:
         envs = VecNormalize(envs)
-    model = ppo("MlpPolicy", envs, seed=seed, stats_window_size=WINDOW, **settings)
+    model = ppo("MlpPolicy", envs, seed=seed, **settings)
     model.learn(total_timesteps, callback=Show())
 
 
