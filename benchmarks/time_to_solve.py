@@ -11,8 +11,9 @@ Rejax every `eval_freq` steps, XLand-MiniGrid after every update. The clock star
 so imports and compilation count; `first_seconds` is when the first return is printed. Everyone has
 the settings that he publishes: Rejax's configurations, PureJaxRL's, XLand-MiniGrid's and CleanRL's
 own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX. Programs take turns, seed by
-seed. One that takes ten times as long as ours is stopped. Nothing is compiled before, but for
-"ours, from the cache", as at every start but the first.
+seed. One that takes ten times as long as ours is stopped, and not started again if it has not
+printed one return in that time. Nothing is compiled before, but for "ours, from the cache", as at
+every start but the first.
 
 In MiniGrid everyone plays his own port of the level, Stable-Baselines3 Farama's. Returns are
 Farama's, 1 - 0.9 steps / limit, so 0.9 needs success in nearly all episodes. Rejax plays NAVIX's
@@ -41,6 +42,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -268,12 +270,14 @@ def clocked(command, folder, threshold, limit, cache):
     env = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     if cache is None:
         env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    last, points, solved = collections.deque(maxlen=WINDOW), [], None
+    last, points, solved = collections.deque(maxlen=WINDOW), [], False
     output = collections.deque(maxlen=20)  # what a failing program says last
     start = time.perf_counter()
     with subprocess.Popen(
         command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
+        clock = threading.Timer(limit, process.kill)  # also of a program that prints nothing
+        clock.start()
         for line in process.stdout:
             output.append(line)
             seconds = time.perf_counter() - start
@@ -288,22 +292,27 @@ def clocked(command, folder, threshold, limit, cache):
             else:
                 continue
             points.append(point)
-            if point[2] >= threshold:
-                solved = point
-            if solved or seconds > limit:
+            solved = point[2] >= threshold
+            if solved:
                 process.kill()
                 break
-        else:
-            if process.wait() != 0:
-                raise SystemExit(f"error: {command[:4]} failed:\n{''.join(output)}")
+        clock.cancel()
+        seconds = time.perf_counter() - start
+        if not solved and process.wait() != 0 and seconds < limit:
+            raise SystemExit(f"error: {command[:4]} failed:\n{''.join(output)}")
     stride = max(1, len(points) // 100)
     return {
-        "solved": solved is not None,
-        "seconds": solved[0] if solved else seconds,
-        "steps": solved[1] if solved else points[-1][1],
+        "solved": solved,
+        "seconds": points[-1][0] if solved else seconds,
+        "steps": points[-1][1] if points else None,
         "first_seconds": points[0][0] if points else None,
         "curve": [[round(x, 2) for x in point] for point in [*points[::stride], *points[-1:]]],
     }
+
+
+def median(numbers):
+    """The median, or None if one of the processes has printed no return at all."""
+    return None if None in numbers else statistics.median(numbers)
 
 
 def draw(result, path):
@@ -314,20 +323,24 @@ def draw(result, path):
     import matplotlib.pyplot as plt
 
     tasks = [task for task in THRESHOLDS if any(row["task"] == task for row in result["rows"])]
+    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
     plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
+    colors = dict(zip(names, plt.colormaps["tab10"].colors))
     columns = min(2, len(tasks))
-    size = (4.5 * columns, 3.5 * -(-len(tasks) // columns))
+    size = (4.5 * columns, 3.2 * -(-len(tasks) // columns) + 0.7)
     figure, panels = plt.subplots(-(-len(tasks) // columns), columns, figsize=size, squeeze=False)
     for axes, task in zip(panels.flat, tasks):
-        rows = [row for row in result["rows"] if row["task"] == task]
-        for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
-            for i, row in enumerate(row for row in rows if row["name"] == name):
-                label = name if i == 0 else None
+        for row in result["rows"]:
+            if row["task"] == task and row["curve"]:
                 seconds, _, returns = zip(*row["curve"])
-                axes.plot(seconds, returns, color=f"C{number}", label=label)
+                axes.plot(seconds, returns, color=colors[row["name"]], linewidth=1.0)
         axes.axhline(THRESHOLDS[task], color="gray", linestyle=":")
         axes.set(xscale="log", xlabel="seconds since the start", ylabel="return", title=task)
-        axes.legend()
+        axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axes.xaxis.set_major_formatter("{x:g}")
+    lines = [plt.Line2D([], [], color=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=4)
     figure.savefig(path)
 
 
@@ -382,6 +395,9 @@ def main():
         for seed in range(1, choice.seeds + 1):
             folder = pathlib.Path(tempfile.mkdtemp())
             for name, command in commands(choice, task, seed, folder).items():
+                rows = [r for r in result["rows"] if (r["task"], r["name"]) == (task, name)]
+                if any(not row["curve"] for row in rows):
+                    continue
                 cached = cache if "cache" in name else None
                 limit = 10 * statistics.median(ours) if ours else 600
                 if cached and seed == 1:
@@ -389,15 +405,15 @@ def main():
                 row = clocked(command, folder, THRESHOLDS[task], limit, cached)
                 if name == "ours" and row["solved"]:
                     ours.append(row["seconds"])
-                result["rows"].append({"task": task, "name": name, "seed": seed} | row)
-                rows = [r for r in result["rows"] if (r["task"], r["name"]) == (task, name)]
+                rows.append({"task": task, "name": name, "seed": seed} | row)
+                result["rows"].append(rows[-1])
                 keys = ("seconds", "steps", "first_seconds")
-                medians = {key: statistics.median(r[key] for r in rows) for key in keys}
+                medians = {key: median([r[key] for r in rows]) for key in keys}
                 medians["solved"] = f"{sum(r['solved'] for r in rows)} of {len(rows)}"
                 result["medians"][f"{task}, {name}"] = medians
                 choice.out.write_text(json.dumps(result, indent=1) + "\n")
                 print(f"{task}, {name}, seed {seed}: {row['seconds']:.1f} s", end="", flush=True)
-                print(f", {row['steps']:,} steps" + ("" if row["solved"] else ", not solved"))
+                print(f", {row['steps'] or 0:,} steps" + ("" if row["solved"] else ", not solved"))
             shutil.rmtree(folder)
     shutil.rmtree(cache)
     draw(result, choice.out.with_suffix(".png"))
