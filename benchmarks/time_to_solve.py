@@ -11,9 +11,9 @@ Rejax every `eval_freq` steps, XLand-MiniGrid after every update. The clock star
 so imports and compilation count; `first_seconds` is when the first return is printed. Everyone has
 the settings that he publishes: Rejax's configurations, PureJaxRL's, XLand-MiniGrid's and CleanRL's
 own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX. Programs take turns, seed by
-seed. One that takes ten times as long as ours is stopped, and not started again if it has not
-printed one return in that time. Nothing is compiled before, but for "ours, from the cache", as at
-every start but the first.
+seed. One that takes ten times as long as ours is stopped. One that is stopped or ends without a
+solution is not started with other seeds. Nothing is compiled before, but for "ours, from the
+cache", as at every start but the first.
 
 In MiniGrid everyone plays his own port of the level, Stable-Baselines3 Farama's. Returns are
 Farama's, 1 - 0.9 steps / limit, so 0.9 needs success in nearly all episodes. Rejax plays NAVIX's
@@ -59,7 +59,7 @@ EPISODE = re.compile(r"^global.step=(\d+), episodic.return=\[?(-?[\d.]+)")
 
 
 def rejax_worker(task, seed):
-    """Rejax's PPO with its configuration for this task."""
+    """Rejax's PPO with its configuration for this task, but for the length in DoorKey."""
     import jax
     import rejax
 
@@ -83,7 +83,7 @@ def rejax_worker(task, seed):
         ),
         "DoorKey-6x6": dict(
             agent_kwargs={"activation": "swish"}, num_envs=128, num_steps=32, num_epochs=2,
-            num_minibatches=32, learning_rate=0.0003, max_grad_norm=10, total_timesteps=1_048_576,
+            num_minibatches=32, learning_rate=0.0003, max_grad_norm=10, total_timesteps=20_000_000,
             eval_freq=32_768, gamma=0.95, gae_lambda=0.9, clip_eps=0.2, ent_coef=0.01, vf_coef=0.5,
             normalize_observations=True,
         ),
@@ -323,7 +323,7 @@ def draw(result, path):
     import matplotlib.pyplot as plt
 
     tasks = [task for task in THRESHOLDS if any(row["task"] == task for row in result["rows"])]
-    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
+    names = dict.fromkeys(row["name"] for row in result["rows"] if row["curve"])
     plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
     colors = dict(zip(names, plt.colormaps["tab10"].colors))
     columns = min(2, len(tasks))
@@ -396,7 +396,7 @@ def main():
             folder = pathlib.Path(tempfile.mkdtemp())
             for name, command in commands(choice, task, seed, folder).items():
                 rows = [r for r in result["rows"] if (r["task"], r["name"]) == (task, name)]
-                if any(not row["curve"] for row in rows):
+                if any(not row["solved"] for row in rows):
                     continue
                 cached = cache if "cache" in name else None
                 limit = 10 * statistics.median(ours) if ours else 600

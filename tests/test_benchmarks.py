@@ -295,3 +295,6 @@ for i in range(100):
     assert row["solved"] and row["steps"] == 82 and row["curve"][0][1:] == [63, 31.5]
     row = time_to_solve.clocked([sys.executable, "-c", program], tmp_path, 500, 60, None)
     assert not row["solved"] and row["steps"] == 99
+    silent = [sys.executable, "-c", "import time; time.sleep(60)"]  # is stopped at the limit
+    row = time_to_solve.clocked(silent, tmp_path, 1, 0.5, None)
+    assert not row["solved"] and 0.5 <= row["seconds"] < 30 and row["curve"] == []
