@@ -1347,7 +1347,7 @@ def evaluate_run(args):
     evaluation = evaluate_seeds(params, evaluation_keys(args))
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
-    write_json(run_dir / "eval.json", evaluation_summary(args, scores))
+    write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
     try_video(args, evaluation, pathlib.Path(args.videos_dir, run_dir.name, "eval"))
 
 

@@ -146,7 +146,7 @@ class Args:
 
     # Algorithm
     total_timesteps: Count | None = None
-    """environment steps of each agent; by default two million, or 45 updates if that is more"""
+    """environment steps of each agent, whole updates; default: 2 million, or 45 updates if more"""
     num_steps: int = 128
     """steps per environment and update"""
     learning_rate: float = 1e-3
@@ -1518,7 +1518,7 @@ def evaluate_run(args):
     evaluation = evaluate_seeds(params, evaluation_keys(args))
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
-    write_json(run_dir / "eval.json", evaluation_summary(args, scores))
+    write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
     try_video(args, evaluation, pathlib.Path(args.videos_dir, run_dir.name, "eval"))
 
 

@@ -86,7 +86,7 @@ RUNS = {
     "ObstructedMaze-1Dlh": dict(EXPLORE, total_timesteps=6_000_000),
     "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=8_000_000),
     "Fetch-5x5-N2": dict(MISSION, total_timesteps=800_000),
-    "GoToDoor-5x5": dict(MISSION, total_timesteps=600_000),
+    "GoToDoor-5x5": dict(MISSION, total_timesteps=800_000),
     "GoToObject-6x6-N2": dict(MISSION, total_timesteps=2_000_000),
     "PutNear-6x6-N2": dict(
         MISSION,

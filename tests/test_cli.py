@@ -242,6 +242,7 @@ def test_evaluations_and_videos_during_training(script, tmp_path, capsys):
     summary, evaluation = (
         json.loads((run_dir / f"{name}.json").read_text()) for name in ("summary", "eval")
     )
+    assert evaluation.pop("args") == summary["args"] | {"eval": str(run_dir)}
     assert evaluation == {name: summary[name] for name in evaluation}
     assert logged["eval/episodic_return"][-1][1] == pytest.approx(summary["eval_return_mean"])
     (run_dir / "eval.json").unlink()
@@ -249,7 +250,7 @@ def test_evaluations_and_videos_during_training(script, tmp_path, capsys):
     assert "eval" in {path.stem for path in (tmp_path / "videos" / run_dir.name).iterdir()}
     script.main(words_of(eval=run_dir, eval_episodes=7, seed=5, num_envs=2, learning_rate=1.0))
     evaluation = json.loads((run_dir / "eval.json").read_text())
-    assert evaluation["eval_episodes"] == 7
+    assert evaluation["eval_episodes"] == 7 and evaluation["args"]["seed"] == 5
 
 
 @once("main")
