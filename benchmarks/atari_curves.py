@@ -4,8 +4,8 @@
     python benchmarks/atari_curves.py runs/<run_name> --out curves --commit 96b6b48
 
 Draws <out>.png: for every game the returns of training games (means over the last finished game of
-each environment, smoothed) over steps and over hours, beside the published scores of random play, a
-human tester and CleanRL (atari_scores.json). Writes <out>.json: of every run its last evaluation,
+each environment, smoothed) over steps, beside the published scores of random play, a human tester
+and CleanRL (atari_scores.json). Writes <out>.json: of every run its last evaluation,
 the human-normalised score, hours, how many processes trained it, and the curve.
 
 A run that was resumed is one curve: what a process had logged after the checkpoint with which the
@@ -27,7 +27,7 @@ SCORES = json.loads((ROOT / "benchmarks" / "atari_scores.json").read_text())["ga
 LINES = {  # what they are, and how they are drawn
     "random": ("random play, published", "dotted"),
     "human": ("human tester, published", "dashed"),
-    "cleanrl": ("CleanRL, 10 million steps, its claim", "dashdot"),
+    "cleanrl": ("CleanRL's documentation, 10 million steps", "dashdot"),
 }
 
 
@@ -104,36 +104,32 @@ def smooth(values, width):
 
 
 def draw(runs, path):
-    """A row for each game: return over steps, return over hours."""
+    """Return over steps, a panel for each game."""
     import matplotlib  # here, because atari_learning.py, which imports this file, draws nothing
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     games = list(dict.fromkeys(run["env_id"] for run in runs))
-    size = (10, 0.6 + 3 * len(games))
     plt.style.use(pathlib.Path(__file__).with_name("plots.mplstyle"))
-    figure, rows = plt.subplots(len(games), 2, figsize=size, squeeze=False, sharey="row")
-    for game, (left, right) in zip(games, rows):
+    figure, panels = plt.subplots(len(games), figsize=(7, 4 * len(games)), squeeze=False)
+    for game, axes in zip(games, panels.flat):
         for run in runs:
             if run["env_id"] != game:
                 continue
             for seed, curve in run["curves"].items():
-                steps, hours, values = np.array(curve).T
+                steps, _, values = np.array(curve).T
                 values = smooth(values, max(1, len(values) // 100))
-                left.plot(steps / 1e6, values, label=f"seed {seed}")
-                right.plot(hours, values)
-        low, high = left.get_ylim()
+                axes.plot(steps / 1e6, values, label=f"seed {seed}")
+        low, high = axes.get_ylim()
         for name, value in SCORES.get(game.removesuffix("-v5"), {}).items():
             label, linestyle = LINES[name]
             line = dict(color="gray", linestyle=linestyle, linewidth=1)
-            left.plot([], [], label=f"{label}: {value:,.1f}", **line)
+            axes.plot([], [], label=f"{label}: {value:,.1f}", **line)
             if value < high + 3 * (high - low):  # else it would press the curve flat
-                left.axhline(value, **line)
-                right.axhline(value, **line)
-        left.set(xlabel="million steps", ylabel="return", title=game)
-        right.set(xlabel="hours", title=game)
-        left.legend()
+                axes.axhline(value, **line)
+        axes.set(xlabel="million environment steps", ylabel="return", title=game)
+        axes.legend()
     figure.savefig(path)
     plt.close(figure)
 

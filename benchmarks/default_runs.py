@@ -50,6 +50,20 @@ def run_seed(script, seed, flags, folder, cache):
     return summary, [event.step for event in events], [event.value for event in events]
 
 
+def draw(title, result, path):
+    """The mean curve over the seeds of `result`, with its interval."""
+    curve = result["curve"]
+    steps = np.array(curve["steps"]) / 1e6
+    plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
+    figure, axes = plt.subplots(figsize=(7, 4))
+    label = "95% bootstrap interval of the mean"
+    axes.fill_between(steps, curve["low"], curve["high"], alpha=0.3, label=label)
+    axes.plot(steps, curve["mean_return"], label=f"mean of {len(result['runs'])} seeds")
+    axes.set(xlabel="million environment steps", ylabel="episodic return", title=title)
+    axes.legend(loc="lower right")
+    figure.savefig(path)
+
+
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
@@ -104,13 +118,7 @@ def main():
     lines = {name: values.round(2).tolist() for name, values in lines.items()}
     result["curve"] = {"steps": steps.tolist()} | lines
     out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.fill_between(steps, low, high, alpha=0.3, label="95% bootstrap interval of the mean")
-    axes.plot(steps, curves.mean(0), label=f"mean of {len(curves)} seeds")
-    axes.set(xlabel="environment steps", ylabel="episodic return", title=choice.script)
-    axes.legend(loc="lower right")
-    figure.savefig(out.with_suffix(".png"))
+    draw(choice.script, result, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
