@@ -68,10 +68,10 @@ EXPLORE = dict(
 )
 RUNS = {
     "Empty-8x8": dict(),
-    "Empty-16x16": dict(total_timesteps=400_000),
+    "Empty-16x16": dict(total_timesteps=800_000),
     "DoorKey-6x6": dict(total_timesteps=800_000),
     "DoorKey-8x8": dict(total_timesteps=4_000_000),
-    "SimpleCrossingS9N1": dict(total_timesteps=600_000),
+    "SimpleCrossingS9N1": dict(total_timesteps=1_000_000),
     "LavaGapS7": dict(total_timesteps=600_000),
     "Unlock": dict(total_timesteps=1_000_000),
     "UnlockPickup": dict(total_timesteps=6_000_000),
@@ -85,7 +85,7 @@ RUNS = {
     "MultiRoom-N4-S5-v1": dict(EXPLORE, total_timesteps=3_000_000),
     "ObstructedMaze-1Dlh": dict(EXPLORE, total_timesteps=6_000_000),
     "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=8_000_000),
-    "Fetch-5x5-N2": dict(MISSION, total_timesteps=800_000),
+    "Fetch-5x5-N2": dict(MISSION, total_timesteps=1_200_000),
     "GoToDoor-5x5": dict(MISSION, total_timesteps=800_000),
     "GoToObject-6x6-N2": dict(MISSION, total_timesteps=2_000_000),
     "PutNear-6x6-N2": dict(
