@@ -605,6 +605,7 @@ def test_results_of_two_seeds_tell_mode_and_protocol(tmp_path, capsys):
     summary, evaluation = (
         json.loads((run_dir / f"{name}.json").read_text()) for name in ("summary", "eval")
     )
+    assert evaluation.pop("args")["eval_mode"] == "greedy"
     assert evaluation == {name: summary[name] for name in evaluation}
     assert evaluation["eval_mode"] == "greedy" and evaluation["eval_protocol"] == "whole-games"
     for k, scores in enumerate(zip(*evaluation["per_seed"].values(), strict=True)):
