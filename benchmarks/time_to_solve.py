@@ -412,7 +412,8 @@ def main():
                 medians = {key: median([r[key] for r in rows]) for key in keys}
                 medians["solved"] = f"{sum(r['solved'] for r in rows)} of {len(rows)}"
                 result["medians"][f"{task}, {name}"] = medians
-                choice.out.write_text(json.dumps(result, indent=1) + "\n")
+                text = re.sub(r"\n {4,}(?=[-\d\[\]])", " ", json.dumps(result, indent=1))
+                choice.out.write_text(text + "\n")  # a curve is one line
                 print(f"{task}, {name}, seed {seed}: {row['seconds']:.1f} s", end="", flush=True)
                 print(f", {row['steps'] or 0:,} steps" + ("" if row["solved"] else ", not solved"))
             shutil.rmtree(folder)
