@@ -47,8 +47,8 @@ MINIGRID, ATARI = "ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax"
 COMPARED = {
     CARTPOLE: dict(
         num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, learning_rate=2.5e-4,
-        anneal_lr=False, gae_lambda=0.95, norm_adv=True, clip_coef=0.2, clip_vloss=True,
-        ent_coef=0.01, adam_eps=1e-8,
+        anneal_lr=False, gamma=0.99, gae_lambda=0.95, norm_adv=True, clip_coef=0.2,
+        clip_vloss=True, ent_coef=0.01, adam_eps=1e-8,
     ),
     SWINGUP: dict(num_envs=1024, num_steps=128, update_epochs=4, num_minibatches=4),
     MINIGRID: dict(

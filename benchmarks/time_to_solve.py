@@ -240,9 +240,9 @@ def commands(choice, task, seed, folder):
             found["xminigrid"] += ["--xland", str(choice.xland.resolve())]
     elif task == "CartPole-v1":
         ours = [python, "ppo_cartpole_jax.py", "--seed", str(seed)]
-        compared = "--num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gae-lambda 0.95"
-        compared += " --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8"
-        compared += " --total-timesteps 5e6"
+        compared = "--num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gamma 0.99"
+        compared += " --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01"
+        compared += " --adam-eps 1e-8 --total-timesteps 5e6"
         found = {"ours": ours, "ours, from the cache": ours}
         found["ours, as compared for speed"] = [*ours, *compared.split()]
         if choice.purejaxrl:
