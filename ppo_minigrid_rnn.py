@@ -252,7 +252,7 @@ class Args:
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this global norm"""
-    target_kl: float | None = 0.02
+    target_kl: float | None = 0.1
     """stop an update at the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""

@@ -1,7 +1,7 @@
 """Is a learned task lost again? Ways to prevent it, on MiniGrid's ids, seed by seed.
 
     python benchmarks/minigrid_collapse.py LavaGapS7 --seeds 10      # all of VARIANTS
-    python benchmarks/minigrid_collapse.py LavaGapS7 --variants default "no KL limit"
+    python benchmarks/minigrid_collapse.py LavaGapS7 --variants "KL limit 0.1" "no KL limit"
     python benchmarks/minigrid_collapse.py DoorKey-8x8 --seeds 3 --total-timesteps 4000000
 
 Where gradients are tiny for a long time, Adam's second moment follows them. Then one large gradient
@@ -34,7 +34,9 @@ import ppo_minigrid_rnn as script  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "minigrid_collapse.json"
 VARIANTS = {  # flags that differ from the script's defaults, and Adam's beta2
-    "default": dict(),
+    "KL limit 0.02": dict(target_kl=0.02),
+    "KL limit 0.05": dict(target_kl=0.05),
+    "KL limit 0.1": dict(target_kl=0.1),
     "no KL limit": dict(target_kl=None),
     "beta2 0.95, no KL limit": dict(beta2=0.95, target_kl=None),
     "eps 1e-4, no KL limit": dict(adam_eps=1e-4, target_kl=None),
