@@ -33,7 +33,7 @@ import minigrid_learning  # noqa: E402
 import ppo_minigrid_rnn as script  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "minigrid_collapse.json"
-VARIANTS = {  # flags that differ from the script's defaults, and Adam's beta2
+VARIANTS = {  # flags of the script, and Adam's beta2
     "KL limit 0.02": dict(target_kl=0.02),
     "KL limit 0.05": dict(target_kl=0.05),
     "KL limit 0.1": dict(target_kl=0.1),
