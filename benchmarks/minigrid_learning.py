@@ -38,6 +38,7 @@ import numpy as np
 import xland_tasks
 from minigrid.envs import MemoryEnv  # minigrid also registers the ids
 from minigrid.wrappers import RGBImgPartialObsWrapper
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -69,7 +70,7 @@ RUNS = {
     "Empty-8x8": dict(),
     "Empty-16x16": dict(total_timesteps=800_000),
     "DoorKey-6x6": dict(total_timesteps=800_000),
-    "DoorKey-8x8": dict(total_timesteps=4_000_000),
+    "DoorKey-8x8": dict(total_timesteps=2_500_000),
     "SimpleCrossingS9N1": dict(total_timesteps=1_000_000),
     "LavaGapS7": dict(total_timesteps=600_000),
     "Unlock": dict(total_timesteps=1_000_000),
@@ -80,8 +81,8 @@ RUNS = {
     "Dynamic-Obstacles-8x8": dict(MEMORY, total_timesteps=2_000_000),
     "MultiRoom-N2-S4": dict(total_timesteps=1_000_000),
     "KeyCorridorS3R1": dict(total_timesteps=2_000_000),
-    "MemoryS9": dict(MEMORY, total_timesteps=4_000_000),
-    "MemoryS13": dict(MEMORY, total_timesteps=8_000_000),
+    "MemoryS9": dict(MEMORY, total_timesteps=3_000_000),
+    "MemoryS13": dict(MEMORY, total_timesteps=6_000_000),
     "MultiRoom-N4-S5-v1": dict(EXPLORE, total_timesteps=3_000_000),
     "ObstructedMaze-1Dlh": dict(EXPLORE, total_timesteps=6_000_000),
     "KeyCorridorS4R3": dict(EXPLORE, total_timesteps=8_000_000),
@@ -218,6 +219,12 @@ def farama_success(args, params, episodes):
     return successes / episodes
 
 
+def steps_to(threshold, run_dir):
+    """The step of the first logged training return that reaches the threshold, or None."""
+    events = EventAccumulator(str(run_dir)).Reload().Scalars("charts/episodic_return")
+    return next((event.step for event in events if event.value >= threshold), None)
+
+
 def run(env_id, choice, flags):
     """Trains on an id and evaluates; returns the entry of the results."""
     options = RUNS[env_id] | {
@@ -247,6 +254,7 @@ def run(env_id, choice, flags):
     summary = json.loads((run_dir / "summary.json").read_text())
     names = "total_timesteps train_seconds compile_seconds sps eval_mode eval_episodes success_rate"
     result = {name: summary[name] for name in [*names.split(), "eval_return_mean"]}
+    result["steps_to_0.9"] = steps_to(0.9, run_dir)
     result["seed"] = choice.seed
     result["wall_seconds"] = seconds
     paths = ("runs_dir", "videos_dir", "resume", "eval", "benchmark_id")
