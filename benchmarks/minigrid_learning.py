@@ -221,7 +221,8 @@ def farama_success(args, params, episodes):
 
 def steps_to(threshold, run_dir):
     """The step of the first logged training return that reaches the threshold, or None."""
-    events = EventAccumulator(str(run_dir)).Reload().Scalars("charts/episodic_return")
+    name, log = "charts/episodic_return", EventAccumulator(str(run_dir)).Reload()
+    events = log.Scalars(name) if name in log.Tags()["scalars"] else []  # no episode has ended
     return next((event.step for event in events if event.value >= threshold), None)
 
 
