@@ -54,6 +54,10 @@ MEMORY = dict(
 # Where random play succeeds in some percent of the episodes, and what is to be learned is which
 # thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
 MISSION = dict(norm_adv=True, ent_coef=0.01)
+# The same with larger batches, for what takes millions of steps: each used twice.
+LONG_MISSION = dict(
+    MISSION, num_envs=256, num_steps=64, num_minibatches=8, update_epochs=2, gae_lambda=0.95
+)
 # Where random play hardly ever succeeds: the bonus of minigrid_count_bonus.py leads there.
 EXPLORE = dict(
     num_envs=1024,
@@ -75,7 +79,7 @@ RUNS = {
     "LavaGapS7": dict(total_timesteps=600_000),
     "Unlock": dict(total_timesteps=1_000_000),
     "UnlockPickup": dict(total_timesteps=6_000_000),
-    "FourRooms": dict(total_timesteps=5_000_000),
+    "FourRooms": dict(LONG_MISSION, total_timesteps=10_000_000),
     "RedBlueDoors-6x6": dict(total_timesteps=2_000_000),
     # A collision costs 1. With less entropy it learns to stand still.
     "Dynamic-Obstacles-8x8": dict(MEMORY, total_timesteps=2_000_000),
@@ -89,15 +93,7 @@ RUNS = {
     "Fetch-5x5-N2": dict(MISSION, total_timesteps=1_200_000),
     "GoToDoor-5x5": dict(MISSION, total_timesteps=800_000),
     "GoToObject-6x6-N2": dict(MISSION, total_timesteps=2_000_000),
-    "PutNear-6x6-N2": dict(
-        MISSION,
-        total_timesteps=8_000_000,
-        num_envs=256,
-        num_steps=64,
-        num_minibatches=8,
-        update_epochs=2,
-        gae_lambda=0.95,
-    ),
+    "PutNear-6x6-N2": dict(LONG_MISSION, total_timesteps=8_000_000),
     # With MEMORY's entropy it had learned nothing after a million steps.
     "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
     "XLand-MiniGrid-R1-9x9": dict(
