@@ -251,7 +251,8 @@ def run(env_id, choice, flags):
     summary = json.loads((run_dir / "summary.json").read_text())
     names = "total_timesteps train_seconds compile_seconds sps eval_mode eval_episodes success_rate"
     result = {name: summary[name] for name in [*names.split(), "eval_return_mean"]}
-    result["steps_to_0.9"] = steps_to(0.9, run_dir)
+    episodes = summary["args"]["episodes_per_trial"]  # a trial's return is the sum of theirs
+    result["steps_to_0.9"] = steps_to(0.9 * episodes, run_dir)
     result["seed"] = choice.seed
     result["wall_seconds"] = seconds
     paths = ("runs_dir", "videos_dir", "resume", "eval", "benchmark_id")
