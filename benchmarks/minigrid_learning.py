@@ -54,7 +54,7 @@ MEMORY = dict(
 # Where random play succeeds in some percent of the episodes, and what is to be learned is which
 # thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
 MISSION = dict(norm_adv=True, ent_coef=0.01)
-# The same with larger batches, for what takes millions of steps: each used twice.
+# The same for what takes millions of steps: larger batches, and each is used only twice.
 LONG_MISSION = dict(
     MISSION, num_envs=256, num_steps=64, num_minibatches=8, update_epochs=2, gae_lambda=0.95
 )
