@@ -770,8 +770,6 @@ def check_walls(env):
     shut doors must lie inside the grid.
     """
     quickly = {"xla_backend_optimization_level": 0}
-    if jax.default_backend() == "cpu":  # this takes off another half
-        quickly["xla_cpu_use_fusion_emitters"] = False
     with jax.ensure_compile_time_eval():  # perhaps a program is traced just now
         reset = jax.jit(jax.vmap(env.reset), compiler_options=quickly)
         levels = reset(jax.random.split(jax.random.key(0), 64))

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -13,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 
+from packaging.version import Version
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
 # A fifth of the time to compile: LLVM optimises nothing, and XLA writes its fusions down directly
 # instead of through MLIR. What must hold for programs as users compile them asks for that.
-QUICK_COMPILATION = (
-    " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+QUICK_COMPILATION = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+USUAL_COMPILATION = {"xla_backend_optimization_level": 3}
+if Version(importlib.metadata.version("jax")) < Version("0.11.1"):  # later ones know only MLIR
+    QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
+    USUAL_COMPILATION["xla_cpu_use_fusion_emitters"] = True
 # Sooner on one core than as users compile; programs train about as fast.
 LIGHT_COMPILATION = " --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
-USUAL_COMPILATION = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4" + QUICK_COMPILATION
 # What one test or process has compiled the others load: most of the time would be compilation.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get it from the process that starts them
