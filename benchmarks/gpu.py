@@ -174,7 +174,8 @@ def like_cpu(choice, name):
 def learning(choice, name, flags, aim):
     """Trains until the score `aim` = (name, at least) is reached, the run or the time is over."""
     script = importlib.import_module(name)
-    args, state, update, envs = sps.prepare(script, **flags_of(choice, name, flags))
+    length = {"total_timesteps": script.Args.total_timesteps}
+    args, state, update, envs = sps.prepare(script, **flags_of(choice, name, length | flags))
     score, threshold = aim
     start = time.perf_counter()
     run_update = jax.jit(update, donate_argnums=0).lower(state).compile()
