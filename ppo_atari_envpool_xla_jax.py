@@ -1134,7 +1134,7 @@ def save_checkpoint(run_dir, state):
     """Replaces the run's checkpoint.npz by one of this state."""
     buffer = io.BytesIO()
     np.savez(buffer, **jax.device_get(named_arrays(state)))
-    write_file(run_dir / "checkpoint.npz", buffer.getbuffer())
+    write_file(run_dir / "checkpoint.npz", buffer.getvalue())
 
 
 def load_checkpoint(run_dir, like):

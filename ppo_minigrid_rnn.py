@@ -2096,7 +2096,7 @@ def save_checkpoint(run_dir, state):
         arrays = multihost_utils.process_allgather(arrays, tiled=True)
     buffer = io.BytesIO()
     np.savez(buffer, **jax.device_get(arrays))
-    write_file(run_dir / "checkpoint.npz", buffer.getbuffer())
+    write_file(run_dir / "checkpoint.npz", buffer.getvalue())
 
 
 def load_checkpoint(run_dir, like):

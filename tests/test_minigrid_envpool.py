@@ -36,6 +36,7 @@ OTHER_ROOM = "The agent begins in the room on the right of the middle, not in th
 OTHER_LEVELS = {
     "MiniGrid-MultiRoom-N2-S4-v0": CORNER_DOORS,
     "MiniGrid-MultiRoom-N4-S5-v0": CORNER_DOORS,
+    "MiniGrid-MultiRoom-N4-S5-v1": CORNER_DOORS,  # which EnvPool has since 1.2.7
     "MiniGrid-MultiRoom-N6-v0": CORNER_DOORS,
     "MiniGrid-ObstructedMaze-1Dl-v0": LARGER_GRID,
     "MiniGrid-ObstructedMaze-1Dlh-v0": LARGER_GRID,
