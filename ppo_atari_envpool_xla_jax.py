@@ -58,7 +58,7 @@ import signal
 import sys
 import time
 import warnings
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import envpool
 import flax.linen as nn
@@ -69,6 +69,7 @@ import numpy as np
 import optax
 import tyro
 from envpool.atari.registration import atari_game_list
+from jax.flatten_util import ravel_pytree
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -76,25 +77,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 # ==================================================================================================
 # Args
 # ==================================================================================================
-
-
-def whole_number(text):
-    """The int that a text such as 500000, 500_000 or 5e5 stands for."""
-    if not float(text).is_integer():
-        raise ValueError(f"{text} is not a whole number")
-    return int(float(text))
-
-
-Count = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +132,7 @@ class Args:
     """parallel environments of each agent"""
 
     # Algorithm
-    total_timesteps: Count = 10_000_000
+    total_timesteps: float = 10_000_000.0
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 128
     """steps per environment and update"""
@@ -189,8 +171,8 @@ class Args:
         return self.num_envs * self.num_steps
 
     @property
-    def num_updates(self) -> int:
-        """Updates of the whole run, U."""
+    def num_updates(self) -> float:
+        """Updates of the whole run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -433,8 +415,10 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
-    direction, opt_state = make_optimizer(args).update(grads, opt_state, params)
-    step = jax.tree.map(lambda d: -learning_rate * d, direction)
+    # As one vector all parameters take a step at once: an array each would be as many kernels.
+    grads, unravel = ravel_pytree(grads)
+    direction, opt_state = make_optimizer(args).update(grads, opt_state)
+    step = unravel(-learning_rate * direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
 
 
@@ -548,8 +532,9 @@ def rollout(args, envs, state):
     """
     handle, _, _, pool_step = envs.xla()
     num_agents, num_envs = state.env_state.done.shape
-    keys = jax.vmap(jax.random.split)(state.key)  # [K, 2]
-    rollout_key, next_key = keys[:, 0], keys[:, 1]
+    split = functools.partial(jax.random.split, num=args.num_steps + 1)
+    keys = jax.vmap(split, out_axes=1)(state.key)  # [T + 1, K]
+    action_keys, next_key = keys[:-1], keys[-1]
 
     def act(params, obs, key):  # one agent
         dist, value = forward(args, params, obs)
@@ -566,7 +551,7 @@ def rollout(args, envs, state):
         handle, env_state, stats = carry
 
         # --- Act ---
-        action, log_prob, value = over_seeds(act)(state.params, env_state.obs, action_key)
+        action, log_prob, value = over_seeds(act, state.params, env_state.obs, action_key)
         # EnvPool hands the handle on only to keep the steps in order: the pool is compiled in.
         handle, outcome = pool_step(handle, action.reshape(-1))
         obs, reward, terminated, truncated, info = outcome
@@ -603,8 +588,6 @@ def rollout(args, envs, state):
         return (handle, env_state, stats), transition
 
     carry = handle, state.env_state, state.stats
-    split = functools.partial(jax.random.split, num=args.num_steps)
-    action_keys = jax.vmap(split, out_axes=1)(rollout_key)  # [T, K]
     (_, env_state, stats), trajectory = jax.lax.scan(
         env_step, carry, action_keys, unroll=gpu_unroll(4)
     )
@@ -632,7 +615,7 @@ def trajectory_values(args, params, last_obs, trajectory):
     return trajectory.value, next_value
 
 
-def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+def compute_gae(args, reward, value, next_value, terminated, truncated):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -660,19 +643,18 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
+    ...     Args(gamma=0.5, gae_lambda=0.5),
     ...     reward=column(1.0, 1.0, 1.0, 1.0),
     ...     value=column(2.0, 2.0, 2.0, 2.0),
     ...     next_value=column(2.0, 2.0, 9.0, 4.0),
     ...     terminated=column(False, False, True, False),
     ...     truncated=column(False, False, False, False),
-    ...     gamma=0.5,
-    ...     gae_lambda=0.5,
     ... )
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
-    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+    delta = reward + args.gamma * jnp.where(terminated, 0.0, next_value) - value
+    decay = args.gamma * args.gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
         delta, decay = inputs
@@ -776,15 +758,15 @@ def reduce_metrics(metrics):
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
-def random_permutation(key, n):
-    """A pseudo-random permutation of range(n) [n], for speed: that of JAX sorts.
+def random_permutations(key, count, n):
+    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
     Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
     network: it is a bijection on the bits of the index, whatever function mixes their halves. With
     few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
-        return jax.random.permutation(key, n)
+        return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
     bits = n.bit_length() - 1
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
 
@@ -795,7 +777,7 @@ def random_permutation(key, n):
 
     index = jnp.arange(n, dtype=jnp.uint32)
     left, right = index >> low, index & ((1 << low) - 1)
-    for left_key, right_key in jax.random.bits(key, (6, 2), jnp.uint32):
+    for left_key, right_key in jax.random.bits(key, (6, 2, count, 1), jnp.uint32):
         left = left ^ mix(right, left_key, high)
         right = right ^ mix(left, right_key, low)
     return (left << low) | right
@@ -823,19 +805,14 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
             new_params, new_opt_state = jax.tree.map(
-                lambda new, old: jnp.where(active, new, old),
-                (new_params, new_opt_state),
-                (params, opt_state),
+                functools.partial(jnp.where, active), (new_params, new_opt_state), carry[:2]
             )
         return (new_params, new_opt_state, active), metrics
 
-    def epoch(carry, key):
-        order = random_permutation(key, len(batch.target)).reshape(args.num_minibatches, -1)
-        return jax.lax.scan(minibatch_step, carry, order)
-
+    order = random_permutations(key, args.update_epochs, len(batch.target))
+    order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
-    keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, keys)
+    (params, opt_state, _), metrics = jax.lax.scan(minibatch_step, carry, order)
     return params, opt_state, reduce_metrics(metrics)
 
 
@@ -861,7 +838,7 @@ def init_train_state(args, key):
     params = init_agent(args, agent_key, count_actions(args))
     return TrainState(
         params=params,
-        opt_state=make_optimizer(args).init(params),
+        opt_state=make_optimizer(args).init(ravel_pytree(params)[0]),
         env_state=None,
         stats=init_episode_stats(args.num_envs),
         key=key,
@@ -877,12 +854,12 @@ def start_games(args, envs, state):
     obs, info = envs.reset()
     shape = (args.num_seeds, args.num_envs)
     env_state = EnvState(
-        obs=jnp.array(obs.reshape(*shape, *OBS_SHAPE)),
-        done=jnp.zeros(shape, bool),
-        lives=jnp.array(info["lives"].reshape(shape)),
+        obs=np.array(obs.reshape(*shape, *OBS_SHAPE)),
+        done=np.zeros(shape, bool),
+        lives=np.array(info["lives"].reshape(shape)),
     )
     stats = state.stats._replace(
-        running_return=jnp.zeros(shape, jnp.float32), running_length=jnp.zeros(shape, jnp.int32)
+        running_return=np.zeros(shape, np.float32), running_length=np.zeros(shape, np.int32)
     )
     return state._replace(env_state=env_state, stats=stats)
 
@@ -898,7 +875,7 @@ def update(args, envs, state):
         state, metrics = jitted_update(state)
     """
     state, trajectory = rollout(args, envs, state)
-    return over_seeds(functools.partial(learn, args))(state, trajectory)
+    return over_seeds(functools.partial(learn, args), state, trajectory)
 
 
 def learn(args, state, trajectory):
@@ -913,13 +890,7 @@ def learn(args, state, trajectory):
     # --- Advantages ---
     value, next_value = trajectory_values(args, state.params, state.env_state.obs, trajectory)
     advantage = compute_gae(
-        trajectory.reward,
-        value,
-        next_value,
-        trajectory.terminated,
-        trajectory.truncated,
-        args.gamma,
-        args.gae_lambda,
+        args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
@@ -936,7 +907,7 @@ def learn(args, state, trajectory):
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [B, ...]
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -970,26 +941,25 @@ class Evaluation(NamedTuple):
 
 
 def make_act(args):
-    """Returns the jitted `act(params, obs [K, E, ...], step)` -> actions [K, E] of evaluations."""
-    keys = evaluation_keys(args)
+    """The `program` act(numbers, params, obs [K, E, ...], step) -> actions [K, E]."""
 
-    def act(params, obs, step):
+    def act(args, params, obs, step):
         def act_agent(params, obs, key):
             dist, _ = forward(args, params, obs)
             if args.eval_mode == "greedy":
                 return dist.mode()
             return dist.sample(jax.random.fold_in(key, step))
 
-        return over_seeds(act_agent)(params, obs, keys)
+        return over_seeds(act_agent, params, obs, evaluation_keys(args))
 
-    return jax.jit(act)
+    return program(args, act)
 
 
 def evaluate(args, act, params):
     """One game of K agents in each of E fresh emulators: an `Evaluation`.
 
-    `act`, of `make_act`, chooses the actions. The host steps this pool: compiling it into a program
-    would take longer than most evaluations.
+    `act`, of `make_act` with its numbers, chooses the actions. The host steps this pool: compiling
+    it into a program would take longer than most evaluations.
 
     A game goes on until it is over or truncated, through all its lives. Under the protocol
     "training" a lost life makes the step after it one that only resets; as in `rollout`, it counts
@@ -1075,18 +1045,45 @@ def evaluation_keys(args):
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def over_seeds(function):
+def over_seeds(function, *trees):
     """Maps a function of one agent over trees with a leading axis K.
 
     On a CPU one agent after the other: products that are batched over agents are slower there.
     """
+    if len(jax.tree.leaves(trees)[0]) == 1:  # without a loop, which would take time to compile
+        result = function(*jax.tree.map(lambda x: x[0], trees))
+        return jax.tree.map(lambda x: x[None], result)
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(lambda agent: function(*agent), trees)
+    return jax.vmap(function)(*trees)
 
-    def mapped(*trees):
-        if jax.default_backend() == "cpu":
-            return jax.lax.map(lambda agent: function(*agent), trees)
-        return jax.vmap(function)(*trees)
 
-    return mapped
+# --- Programs ---
+
+
+def input_numbers(args):
+    """{name: number} of the flags that are inputs of the compiled programs: seed and all floats.
+
+    Where only these change, programs are found in the cache. All other flags are parts of them.
+    """
+    floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
+    return floats | {"seed": np.uint32(args.seed)}
+
+
+def program(args, function, level=2, **options):
+    """Jits function(args, ...) as a function of `input_numbers` and what else it takes.
+
+    On a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
+    default, and compile sooner. What runs once is done soonest with 0.
+    """
+
+    @functools.wraps(function)  # its name appears in profiles
+    def with_numbers(numbers, *inputs):
+        return function(dataclasses.replace(args, **numbers), *inputs)
+
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_backend_optimization_level": level}
+    return jax.jit(with_numbers, **options)
 
 
 # --- Files ---
@@ -1178,8 +1175,7 @@ def load_run(run_dir):
 
 def init_states(args):
     """The `TrainState` of K agents before their first update."""
-    # One after the other, which compiles sooner than a batch of them.
-    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
+    return over_seeds(functools.partial(init_train_state, args), seed_keys(args))
 
 
 # --- Flags ---
@@ -1195,7 +1191,7 @@ def check_args(args):
         raise Problem("--seed: all seeds must lie in [0, 2^32)")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
-    if args.num_updates < 1:
+    if not args.num_updates >= 1:
         raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     check_game(args.env_id)
 
@@ -1216,8 +1212,6 @@ def parse_args(words=None):
     """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
-        if args.resume is not None and args.eval is not None:
-            raise Problem("--resume and --eval exclude each other")
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
         args = tyro.cli(Args, args=words, default=saved)
@@ -1263,23 +1257,28 @@ def without_compilation_cache():
 
 @contextlib.contextmanager
 def remembered_signals():
-    """A list that receives the first Ctrl-C or SIGTERM; a second one ends the process.
+    """A list that receives the first signal to stop; a second one ends the process.
 
-    An exception, as KeyboardInterrupt is one, could come while the state is being donated.
+    Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
+    KeyboardInterrupt is one, could come while the state is being donated.
     """
-    received, numbers = [], (signal.SIGINT, signal.SIGTERM)
+    received, handlers = [], {}
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
     def remember(number, frame):
         received.append(number)
-        os.write(1, b"\nstopping after this update; a second time ends at once\n")
-        for n in numbers:
+        os.write(1, b"\nstopping after the updates under way; a second time ends at once\n")
+        for n in handlers:
             signal.signal(n, signal.SIG_DFL)
 
-    handlers = [signal.signal(n, remember) for n in numbers]
+    with contextlib.suppress(ValueError):  # which Python raises in other threads than the main one
+        for n in numbers:
+            if signal.getsignal(n) != signal.SIG_IGN:  # as under nohup: stays ignored
+                handlers[n] = signal.signal(n, remember)
     try:
         yield received
     finally:
-        for n, handler in zip(numbers, handlers):
+        for n, handler in handlers.items():
             signal.signal(n, handler)
 
 
@@ -1334,9 +1333,10 @@ class Logger:
                 sys.modules["wandb"].log(named, step=update * self.args.batch_size)
 
     def log(self, update, metrics):
-        """Takes the metrics of an update, without waiting for it."""
+        """Takes the metrics of an update, without waiting for it, but for the one before."""
         self.queue.append((update, metrics))
-        if len(self.queue) > self.args.log_interval:
+        jax.block_until_ready(self.queue[-2:-1])  # two are under way: enough to keep a device busy
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
             self.flush(keep=1)  # the device works on the newest while the others are written
 
     def flush(self, keep=0):
@@ -1429,7 +1429,8 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval).resolve()
     params = load_params(args, run_dir)
-    evaluation = evaluate(args, make_act(args), params)
+    act = functools.partial(make_act(args), input_numbers(args))
+    evaluation = evaluate(args, act, params)
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
     write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
@@ -1446,45 +1447,57 @@ def main(words=None):
     use_compilation_cache()
     if args.eval is not None:
         return evaluate_run(args)
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.getpid()}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
     run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
     # --- Start, or go on ---
     start = time.perf_counter()
-    init = jax.jit(functools.partial(init_states, args))
+    numbers = input_numbers(args)
+    init = program(args, init_states, level=0)  # runs once
+    like = jax.eval_shape(init, numbers)
     if args.resume:
-        state = load_checkpoint(run_dir, jax.eval_shape(init))
+        state = load_checkpoint(run_dir, like)
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
             print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
         print("emulators cannot be saved: all games start anew")
+    envs = make_env(args)
+    # All are traced before the first is compiled: mistakes in shapes show at once.
+    like = jax.eval_shape(functools.partial(start_games, args, envs), like)
+
+    def update_seeds(args, state):
+        return update(args, envs, state)
+
+    run_update = program(args, update_seeds, donate_argnums=1)
+    traced = run_update.trace(numbers, like)
+    act = make_act(args)
+    obs = jax.ShapeDtypeStruct((args.num_seeds, args.eval_episodes, *OBS_SHAPE), OBS_DTYPE)
+    jax.eval_shape(act, numbers, like.params, obs, 0)
+    run_evaluation = functools.partial(evaluate, args, functools.partial(act, numbers))
     if args.track:
         start_tracking(args, run_dir)
-    if not args.resume:
-        state = init()
-    envs = make_env(args)
-    state = start_games(args, envs, state)
-    run_update = jax.jit(functools.partial(update, args, envs), donate_argnums=0)
-    run_evaluation = functools.partial(evaluate, args, make_act(args))
-    with without_compilation_cache():
-        run_update = run_update.lower(state).compile()
-    compile_seconds = time.perf_counter() - start
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    if not args.resume:
+        state = init(numbers)
+    state = start_games(args, envs, state)
+    with without_compilation_cache():
+        run_update = traced.lower().compile()
+    compile_seconds = time.perf_counter() - start
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     # --- Train ---
-    done = int(state.update[0])
+    done = int(jax.device_get(state.update)[0])
     logger = Logger(args, run_dir, done)
     with contextlib.closing(logger):
         try:
             with remembered_signals() as signals:
                 while done < args.num_updates and not signals and not logger.failed.all():
-                    state, metrics = run_update(state)  # does not wait for the device
+                    state, metrics = run_update(numbers, state)  # does not wait for the device
                     done += 1
                     logger.log(done, metrics)
                     save_due = done % args.checkpoint_interval == 0
@@ -1537,12 +1550,10 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    words = None
-    if "ipykernel" in sys.modules:
-        words = []  # a notebook's cell has no command line
-    else:  # Python would notice Ctrl-C only when a compilation has ended
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    in_notebook = "ipykernel" in sys.modules  # where a cell has no command line
+    if not in_notebook and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
-        main(words)
+        main([] if in_notebook else None)
     except Problem as problem:
         sys.exit(f"error: {problem}")

@@ -54,12 +54,13 @@ import shlex
 import signal
 import sys
 import time
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax.flatten_util import ravel_pytree
 from PIL import Image, ImageDraw
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -68,25 +69,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 # ==================================================================================================
 # Args
 # ==================================================================================================
-
-
-def whole_number(text):
-    """The int that a text such as 500000, 500_000 or 5e5 stands for."""
-    if not float(text).is_integer():
-        raise ValueError(f"{text} is not a whole number")
-    return int(float(text))
-
-
-Count = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +114,7 @@ class Args:
     """parallel environments of each agent"""
 
     # Algorithm
-    total_timesteps: Count = 500_000
+    total_timesteps: float = 500_000.0
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 32
     """steps per environment and update"""
@@ -171,8 +153,8 @@ class Args:
         return self.num_envs * self.num_steps
 
     @property
-    def num_updates(self) -> int:
-        """Updates of the whole run, U."""
+    def num_updates(self) -> float:
+        """Updates of the whole run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -324,6 +306,19 @@ class Categorical(NamedTuple):
         return -(jnp.exp(log_probs) * log_probs).sum(0)
 
 
+@jax.custom_batching.sequential_vmap  # so that agents in a batch begin with the same bits
+def orthogonalized(noise):
+    """The orthogonal matrix nearest to `noise` [out, in]: its rows or its columns are orthonormal.
+
+    Newton's iteration for the polar decomposition (Higham, 1986): a step takes every singular value
+    s to 1.5 s - 0.5 s^3, and so, in the end, to 1. Of normal noise it makes all orthogonal matrices
+    equally likely. It compiles sooner than LAPACK's QR decomposition loads.
+    """
+    with jax.default_matmul_precision("highest"):
+        start = noise / jnp.linalg.norm(noise)  # 0 < s <= 1
+        return jax.lax.fori_loop(0, 60, lambda _, x: 1.5 * x - 0.5 * (x @ x.T) @ x, start)
+
+
 def init_mlp(key, sizes, head_gain):
     """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron with these sizes.
 
@@ -332,16 +327,12 @@ def init_mlp(key, sizes, head_gain):
     halves a signal's power; with tanh it is a convention that works. The gain of the head sets
     where learning begins: 0.01 gives nearly the same policy in all states.
     """
-    layers = []
-    for i, layer_key in enumerate(jax.random.split(key, len(sizes) - 1)):
-        gain = head_gain if i == len(sizes) - 2 else math.sqrt(2)
-        initializer = jax.nn.initializers.orthogonal(gain)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
-        draw = jax.custom_batching.sequential_vmap(
-            functools.partial(initializer, shape=(sizes[i + 1], sizes[i]))
-        )
-        layers.append({"w": draw(layer_key), "b": jnp.zeros((sizes[i + 1], 1))})
-    return layers
+    gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
+    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)))  # one draw for all layers
+    return [
+        {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros((fan_out, 1))}
+        for gain, x, fan_in, fan_out in zip(gains, noise, sizes, sizes[1:])
+    ]
 
 
 def mlp(layers, x):
@@ -371,7 +362,11 @@ def init_agent(args, key, env):
 
 
 def forward(args, params, obs):
-    """The policy's distribution and the values [M] of a batch of observations [M, ...]."""
+    """The policy's distribution and the values [M] of a batch of observations [M, ...].
+
+    Of pictures take patches and a product (README, "Image observations"): on a CPU XLA's gradient
+    of a convolution inside `lax.scan` is a slow loop.
+    """
     x = obs.reshape(len(obs), -1).astype(jnp.float32).T  # [O, M], see `mlp`
     logits = mlp(params["actor"], x)  # [A, M]
     value = mlp(params["critic"], x)  # [1, M]
@@ -384,20 +379,17 @@ def forward(args, params, obs):
 
 
 class AdamState(NamedTuple):
-    """Adam's moments, trees like the parameters, and the number of steps taken."""
+    """Adam's moments, vectors of all P parameters, and the number of steps taken."""
 
-    m: dict
-    v: dict
-    count: jax.Array
+    m: jax.Array  # [P]
+    v: jax.Array  # [P]
+    count: jax.Array  # []
 
 
 def adam_init(params):
     """The state before the first step."""
-    return AdamState(
-        m=jax.tree.map(jnp.zeros_like, params),
-        v=jax.tree.map(jnp.zeros_like, params),
-        count=jnp.zeros((), jnp.int32),
-    )
+    zeros = jnp.zeros_like(ravel_pytree(params)[0])
+    return AdamState(m=zeros, v=zeros, count=jnp.int32(0))
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -418,20 +410,18 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 
     Returns (params, state, norm of the gradients before they were scaled []).
     """
-    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-    scale = jnp.minimum(1.0, args.max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
-    grads = jax.tree.map(lambda g: scale * g, grads)
+    # As one vector all parameters take a step at once: an array each would be as many kernels.
+    g, unravel = ravel_pytree(grads)
+    norm = jnp.sqrt(jnp.sum(g**2))
+    g *= jnp.minimum(1.0, args.max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
 
     count = state.count + 1
-    m = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.m, grads)
-    v = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g**2, state.v, grads)
-    m_correction = 1 / (1 - beta1**count)
-    v_correction = 1 / (1 - beta2**count)
-
-    def step(p, m, v):
-        return p - learning_rate * (m * m_correction) / (jnp.sqrt(v * v_correction) + args.adam_eps)
-
-    return jax.tree.map(step, params, m, v), AdamState(m=m, v=v, count=count), norm
+    m = beta1 * state.m + (1 - beta1) * g
+    v = beta2 * state.v + (1 - beta2) * g**2
+    m_hat = m / (1 - beta1**count)
+    v_hat = v / (1 - beta2**count)
+    step = unravel(learning_rate * m_hat / (jnp.sqrt(v_hat) + args.adam_eps))
+    return jax.tree.map(jnp.subtract, params, step), AdamState(m=m, v=v, count=count), norm
 
 
 # ==================================================================================================
@@ -507,10 +497,7 @@ def mean_of_ended(last):
 def select(mask, yes, no):
     """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
-    def choose(yes, no):
-        return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - 1)), yes, no)
-
-    return jax.tree.map(choose, yes, no)
+    return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
 def check_one_each(num_envs, **arrays):
@@ -536,14 +523,11 @@ def rollout(args, env, params, env_state, stats, key):
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
     """
-    action_key, step_key, reset_key = jax.random.split(key, 3)
-    action_keys = jax.random.split(action_key, args.num_steps)
-    step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
+    # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
+    keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
+    step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :]
     # A start state for every step, most unused: one large batch is faster than T small ones.
-    start_states = jax.vmap(env.reset)(jax.random.split(reset_key, args.batch_size))
-    start_states = jax.tree.map(
-        lambda x: x.reshape(args.num_steps, args.num_envs, *x.shape[1:]), start_states
-    )
+    start_states = jax.vmap(jax.vmap(env.reset))(reset_keys)
 
     def env_step(carry, inputs):
         env_state, stats = carry
@@ -579,7 +563,7 @@ def rollout(args, env, params, env_state, stats, key):
         env_state = select(done, start_state, next_state)
         return (env_state, restart_ended(done, stats)), transition
 
-    inputs = action_keys, step_keys, start_states
+    inputs = keys[:, 0], step_keys, start_states
     (env_state, stats), trajectory = jax.lax.scan(
         env_step, (env_state, stats), inputs, unroll=gpu_unroll(8)
     )
@@ -595,23 +579,22 @@ def trajectory_values(args, env, params, trajectory):
     `max_episode_steps` steps: W observations more of each are enough, usually one.
     """
 
-    def value_of(obs):  # [T, N, ...] -> [T, N], as one batch
-        flat_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
-        return forward(args, params, flat_obs)[1].reshape(-1, args.num_envs)
-
-    value = value_of(trajectory.obs)
-    last_obs = jax.tree.map(lambda x: x[-1:], trajectory.next_obs)
-    next_value = jnp.concatenate([value[1:], value_of(last_obs)])
-
     # The W steps of each environment that were truncated or, where fewer were, any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
-    truncated_obs = jax.tree.map(lambda x: x[index], trajectory.next_obs)  # [W, N, ...]
-    return value, next_value.at[index].set(value_of(truncated_obs))
+
+    def needed(obs, next_obs):  # [T + 1 + W, N, ...], for one pass through the critic
+        obs = jnp.concatenate([obs, next_obs[-1:], next_obs[index]])
+        return obs.reshape(-1, *obs.shape[2:])
+
+    obs = jax.tree.map(needed, trajectory.obs, trajectory.next_obs)
+    value = forward(args, params, obs)[1].reshape(-1, args.num_envs)
+    value, truncated_value = jnp.split(value, (args.num_steps + 1,))
+    return value[:-1], value[1:].at[index].set(truncated_value)
 
 
-def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+def compute_gae(args, reward, value, next_value, terminated, truncated):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -639,19 +622,18 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
+    ...     Args(gamma=0.5, gae_lambda=0.5),
     ...     reward=column(1.0, 1.0, 1.0, 1.0),
     ...     value=column(2.0, 2.0, 2.0, 2.0),
     ...     next_value=column(2.0, 2.0, 9.0, 4.0),
     ...     terminated=column(False, False, True, False),
     ...     truncated=column(False, False, False, False),
-    ...     gamma=0.5,
-    ...     gae_lambda=0.5,
     ... )
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
-    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+    delta = reward + args.gamma * jnp.where(terminated, 0.0, next_value) - value
+    decay = args.gamma * args.gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
         delta, decay = inputs
@@ -760,15 +742,15 @@ def loss_gradient(args, params, batch):
     return jax.tree.map(lambda g: g.mean(0), grads), reduce_metrics(metrics)
 
 
-def random_permutation(key, n):
-    """A pseudo-random permutation of range(n) [n], for speed: that of JAX sorts.
+def random_permutations(key, count, n):
+    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
     Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
     network: it is a bijection on the bits of the index, whatever function mixes their halves. With
     few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
-        return jax.random.permutation(key, n)
+        return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
     bits = n.bit_length() - 1
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
 
@@ -779,7 +761,7 @@ def random_permutation(key, n):
 
     index = jnp.arange(n, dtype=jnp.uint32)
     left, right = index >> low, index & ((1 << low) - 1)
-    for left_key, right_key in jax.random.bits(key, (6, 2), jnp.uint32):
+    for left_key, right_key in jax.random.bits(key, (6, 2, count, 1), jnp.uint32):
         left = left ^ mix(right, left_key, high)
         right = right ^ mix(left, right_key, low)
     return (left << low) | right
@@ -806,19 +788,14 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
             new_params, new_opt_state = jax.tree.map(
-                lambda new, old: jnp.where(active, new, old),
-                (new_params, new_opt_state),
-                (params, opt_state),
+                functools.partial(jnp.where, active), (new_params, new_opt_state), carry[:2]
             )
         return (new_params, new_opt_state, active), metrics
 
-    def epoch(carry, key):
-        order = random_permutation(key, args.batch_size).reshape(args.num_minibatches, -1)
-        return jax.lax.scan(minibatch_step, carry, order)
-
+    order = random_permutations(key, args.update_epochs, args.batch_size)
+    order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
-    keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, keys)
+    (params, opt_state, _), metrics = jax.lax.scan(minibatch_step, carry, order)
     return params, opt_state, reduce_metrics(metrics)
 
 
@@ -868,13 +845,7 @@ def update(args, state):
     # --- Advantages ---
     value, next_value = trajectory_values(args, env, state.params, trajectory)
     advantage = compute_gae(
-        trajectory.reward,
-        value,
-        next_value,
-        trajectory.terminated,
-        trajectory.truncated,
-        args.gamma,
-        args.gae_lambda,
+        args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
@@ -890,7 +861,7 @@ def update(args, state):
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -916,7 +887,8 @@ def update(args, state):
 def train(args, key):
     """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
 
-    A pure function of a key and of every float in `args`, so both can be swept in one program:
+    A pure function of a key and of every float in `args` but the length, so these can be swept in
+    one program:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -926,7 +898,8 @@ def train(args, key):
     charts/episodic_return is -inf until an episode has ended.
     """
     state = init_train_state(args, key)
-    return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
+    length = int(args.num_updates)
+    return jax.lax.scan(lambda state, _: update(args, state), state, length=length)
 
 
 # ==================================================================================================
@@ -969,7 +942,7 @@ def evaluate(args, params, key):
 def record_video(args, evaluation, path):
     """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
     env = make_env(args)
-    states = jax.device_get(jax.tree.map(lambda x: x[0], evaluation.states))
+    states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
     frames = []
     for t in range(0, int(evaluation.episode_length[0, 0]) + 1, 2):  # 25 a second: real time
         state = jax.tree.map(operator.itemgetter(t), states)
@@ -1003,18 +976,55 @@ def evaluation_keys(args):
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def over_seeds(function):
+def over_seeds(function, *trees):
     """Maps a function of one agent over trees with a leading axis K.
 
     On a CPU one agent after the other: products that are batched over agents are slower there.
     """
+    if len(jax.tree.leaves(trees)[0]) == 1:  # without a loop, which would take time to compile
+        result = function(*jax.tree.map(lambda x: x[0], trees))
+        return jax.tree.map(lambda x: x[None], result)
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(lambda agent: function(*agent), trees)
+    return jax.vmap(function)(*trees)
 
-    def mapped(*trees):
-        if jax.default_backend() == "cpu":
-            return jax.lax.map(lambda agent: function(*agent), trees)
-        return jax.vmap(function)(*trees)
 
-    return mapped
+def update_seeds(args, states):
+    """One update of K agents; returns (states, metrics {tag: [K]})."""
+    return over_seeds(functools.partial(update, args), states)
+
+
+def evaluate_seeds(args, params):
+    """Every agent's `Evaluation`, with the keys that are the same at each evaluation of a run."""
+    return over_seeds(functools.partial(evaluate, args), params, evaluation_keys(args))
+
+
+# --- Programs ---
+
+
+def input_numbers(args):
+    """{name: number} of the flags that are inputs of the compiled programs: seed and all floats.
+
+    Where only these change, programs are found in the cache. All other flags are parts of them.
+    """
+    floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
+    return floats | {"seed": np.uint32(args.seed)}
+
+
+def program(args, function, level=2, **options):
+    """Jits function(args, ...) as a function of `input_numbers` and what else it takes.
+
+    On a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
+    default, and compile sooner. What runs once is done soonest with 0.
+    """
+
+    @functools.wraps(function)  # its name appears in profiles
+    def with_numbers(numbers, *inputs):
+        return function(dataclasses.replace(args, **numbers), *inputs)
+
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_backend_optimization_level": level}
+    return jax.jit(with_numbers, **options)
 
 
 # --- Files ---
@@ -1106,8 +1116,7 @@ def load_run(run_dir):
 
 def init_states(args):
     """The `TrainState` of K agents before their first update."""
-    # One after the other, which compiles sooner than a batch of them.
-    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
+    return over_seeds(functools.partial(init_train_state, args), seed_keys(args))
 
 
 # --- Flags ---
@@ -1123,7 +1132,7 @@ def check_args(args):
         raise Problem("--seed: all seeds must lie in [0, 2^32)")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
-    if args.num_updates < 1:
+    if not args.num_updates >= 1:
         raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
 
 
@@ -1143,8 +1152,6 @@ def parse_args(words=None):
     """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
-        if args.resume is not None and args.eval is not None:
-            raise Problem("--resume and --eval exclude each other")
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
         args = tyro.cli(Args, args=words, default=saved)
@@ -1176,23 +1183,28 @@ def use_compilation_cache():
 
 @contextlib.contextmanager
 def remembered_signals():
-    """A list that receives the first Ctrl-C or SIGTERM; a second one ends the process.
+    """A list that receives the first signal to stop; a second one ends the process.
 
-    An exception, as KeyboardInterrupt is one, could come while the state is being donated.
+    Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
+    KeyboardInterrupt is one, could come while the state is being donated.
     """
-    received, numbers = [], (signal.SIGINT, signal.SIGTERM)
+    received, handlers = [], {}
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
     def remember(number, frame):
         received.append(number)
-        os.write(1, b"\nstopping after this update; a second time ends at once\n")
-        for n in numbers:
+        os.write(1, b"\nstopping after the updates under way; a second time ends at once\n")
+        for n in handlers:
             signal.signal(n, signal.SIG_DFL)
 
-    handlers = [signal.signal(n, remember) for n in numbers]
+    with contextlib.suppress(ValueError):  # which Python raises in other threads than the main one
+        for n in numbers:
+            if signal.getsignal(n) != signal.SIG_IGN:  # as under nohup: stays ignored
+                handlers[n] = signal.signal(n, remember)
     try:
         yield received
     finally:
-        for n, handler in zip(numbers, handlers):
+        for n, handler in handlers.items():
             signal.signal(n, handler)
 
 
@@ -1247,9 +1259,10 @@ class Logger:
                 sys.modules["wandb"].log(named, step=update * self.args.batch_size)
 
     def log(self, update, metrics):
-        """Takes the metrics of an update, without waiting for it."""
+        """Takes the metrics of an update, without waiting for it, but for the one before."""
         self.queue.append((update, metrics))
-        if len(self.queue) > self.args.log_interval:
+        jax.block_until_ready(self.queue[-2:-1])  # two are under way: enough to keep a device busy
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
             self.flush(keep=1)  # the device works on the newest while the others are written
 
     def flush(self, keep=0):
@@ -1343,8 +1356,7 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval).resolve()
     params = load_params(args, run_dir)
-    evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
-    evaluation = evaluate_seeds(params, evaluation_keys(args))
+    evaluation = program(args, evaluate_seeds)(input_numbers(args), params)
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
     write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
@@ -1361,43 +1373,47 @@ def main(words=None):
     use_compilation_cache()
     if args.eval is not None:
         return evaluate_run(args)
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.getpid()}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
     run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
     # --- Start, or go on ---
     start = time.perf_counter()
-    init = jax.jit(functools.partial(init_states, args))
+    numbers = input_numbers(args)
+    init = program(args, init_states, level=0)  # runs once
+    run_update = program(args, update_seeds, donate_argnums=1)
+    run_evaluation = program(args, evaluate_seeds)
+    # All are traced before the first is compiled: mistakes in shapes show at once.
+    like = jax.eval_shape(init, numbers)
     if args.resume:
-        state = load_checkpoint(run_dir, jax.eval_shape(init))
+        state = load_checkpoint(run_dir, like)
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
             print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
+    traced = run_update.trace(numbers, like)
+    jax.eval_shape(run_evaluation, numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
-    if not args.resume:
-        state = init()
-    run_update = jax.jit(over_seeds(functools.partial(update, args)), donate_argnums=0)
-    run_evaluation = jax.jit(over_seeds(functools.partial(evaluate, args)))
-    if not jax.config.jax_disable_jit:  # with which people debug
-        run_update = run_update.lower(state).compile()
-    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
-    compile_seconds = time.perf_counter() - start
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    if not args.resume:
+        state = init(numbers)
+    if not jax.config.jax_disable_jit:  # with which people debug
+        run_update = traced.lower().compile()
+    compile_seconds = time.perf_counter() - start
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     # --- Train ---
-    done = int(state.update[0])
+    done = int(jax.device_get(state.update)[0])
     logger = Logger(args, run_dir, done)
     with contextlib.closing(logger):
         try:
             with remembered_signals() as signals:
                 while done < args.num_updates and not signals and not logger.failed.all():
-                    state, metrics = run_update(state)  # does not wait for the device
+                    state, metrics = run_update(numbers, state)  # does not wait for the device
                     done += 1
                     logger.log(done, metrics)
                     save_due = done % args.checkpoint_interval == 0
@@ -1407,7 +1423,7 @@ def main(words=None):
                     logger.flush()
                     pause = time.perf_counter()
                     if eval_due:
-                        evaluation = run_evaluation(state.params, evaluation_keys(args))
+                        evaluation = run_evaluation(numbers, state.params)
                         score = evaluation_scores(evaluation)["eval_return_mean"]
                         logger.write(done, {"eval/episodic_return": score})
                     if eval_due and args.capture_video:
@@ -1429,7 +1445,7 @@ def main(words=None):
             sys.exit(128 + signals[0])
 
         # --- Evaluate and sum up ---
-        evaluation = run_evaluation(state.params, evaluation_keys(args))
+        evaluation = run_evaluation(numbers, state.params)
         scores = evaluation_scores(evaluation)
         logger.write(done, {"eval/episodic_return": scores["eval_return_mean"]})
     summary = {
@@ -1450,12 +1466,10 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    words = None
-    if "ipykernel" in sys.modules:
-        words = []  # a notebook's cell has no command line
-    else:  # Python would notice Ctrl-C only when a compilation has ended
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    in_notebook = "ipykernel" in sys.modules  # where a cell has no command line
+    if not in_notebook and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
-        main(words)
+        main([] if in_notebook else None)
     except Problem as problem:
         sys.exit(f"error: {problem}")

@@ -96,7 +96,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -105,6 +105,7 @@ import numpy as np
 import optax
 import tyro
 from jax.experimental import multihost_utils
+from jax.flatten_util import ravel_pytree
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -116,37 +117,6 @@ XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
 # ==================================================================================================
 # Args
 # ==================================================================================================
-
-
-def whole_number(text):
-    """The int that a text such as 500000, 500_000 or 5e5 stands for."""
-    if not float(text).is_integer():
-        raise ValueError(f"{text} is not a whole number")
-    return int(float(text))
-
-
-Count = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
-
-
-EnvId = Annotated[
-    str,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="ID",
-        instance_from_str=lambda words: full_id(words[0]),
-        is_instance=lambda value: isinstance(value, str),
-        str_from_instance=lambda value: [value],
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +168,7 @@ class Args:
     """its user or team"""
 
     # Environment
-    env_id: EnvId = "MiniGrid-Empty-8x8-v0"
+    env_id: str = "MiniGrid-Empty-8x8-v0"
     """environment; without -v0 or -v1 Farama's newest version; XLand-... needs xminigrid"""
     list_envs: bool = False
     """print the environments and exit"""
@@ -224,7 +194,7 @@ class Args:
     """units of the hidden layer of actor and critic"""
 
     # Algorithm
-    total_timesteps: Count = 300_000
+    total_timesteps: float = 300_000.0
     """environment steps of each agent, rounded down to whole updates"""
     num_steps: int = 128
     """steps per environment and update; gradients go back through all of them"""
@@ -257,14 +227,18 @@ class Args:
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
+    def __post_init__(self):
+        """Completes the environment's id; `full_id` says how."""
+        object.__setattr__(self, "env_id", full_id(self.env_id))
+
     @property
     def batch_size(self) -> int:
         """Environment steps of one update."""
         return self.num_envs * self.num_steps
 
     @property
-    def num_updates(self) -> int:
-        """Updates of the whole run."""
+    def num_updates(self) -> float:
+        """Updates of the whole run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -762,18 +736,19 @@ def num_uniforms(env):
     return draws[0].count
 
 
-@functools.cache
-def check_walls(env):
+def check_walls(env, state):
     """Raises ValueError where the agent of a `MiniGrid` could leave the grid, which `step` lets it.
 
-    In each of 64 levels, everything that it reaches from its start without going through walls and
+    In each of the start states of a run, everything that it reaches without going through walls and
     shut doors must lie inside the grid.
     """
-    quickly = {"xla_backend_optimization_level": 0}
-    with jax.ensure_compile_time_eval():  # perhaps a program is traced just now
-        reset = jax.jit(jax.vmap(env.reset), compiler_options=quickly)
-        levels = reset(jax.random.split(jax.random.key(0), 64))
-    grid, position = np.asarray(levels.grid), np.asarray(levels.position)
+    if isinstance(env, Trials):
+        env, state = env.env, state.env_state
+    if not isinstance(env, MiniGrid):
+        return
+    # Of several devices the first one's environments are looked at.
+    grid, position = (np.asarray(x.addressable_data(0)) for x in (state.grid, state.position))
+    grid, position = grid.reshape(-1, env.width * env.height), position.reshape(-1)
     is_open = ~np.isin(kind_of(grid), (WALL, DOOR_CLOSED, DOOR_LOCKED))
     x, y = coordinates(env)
     is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
@@ -846,8 +821,9 @@ class Trials:
         step_count = state.step_count + 1
         ended = terminated | (step_count >= self.env.max_episode_steps)
         episode = state.episode + ended
+        now = functools.partial(jnp.where, ended)
         after = TrialState(
-            env_state=select(ended, state.start_state, env_state),
+            env_state=jax.tree.map(now, state.start_state, env_state),
             start_state=state.start_state,
             step_count=jnp.where(ended, 0, step_count),
             returns=state.returns.at[state.episode].add(reward),
@@ -898,7 +874,6 @@ def make_env(args):
         env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     else:
         env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
-        check_walls(env)
     return Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
 
 
@@ -1285,8 +1260,10 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
-    direction, opt_state = make_optimizer(args).update(grads, opt_state, params)
-    step = jax.tree.map(lambda d: -learning_rate * d, direction)
+    # As one vector all parameters take a step at once: an array each would be as many kernels.
+    grads, unravel = ravel_pytree(grads)
+    direction, opt_state = make_optimizer(args).update(grads, opt_state)
+    step = unravel(-learning_rate * direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
 
 
@@ -1364,10 +1341,7 @@ def mean_of_ended(last):
 def select(mask, yes, no):
     """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
 
-    def choose(yes, no):
-        return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - 1)), yes, no)
-
-    return jax.tree.map(choose, yes, no)
+    return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
 def level_keys(key, envs):
@@ -1441,10 +1415,9 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
     environment beforehand, all at once or, where they are many, step by step; the same levels, of
     which most are never used.
     """
-    action_key, step_key, reset_key = jax.random.split(key, 3)
-    action_keys = jax.random.split(action_key, args.num_steps)
-    step_keys = jax.random.split(step_key, (args.num_steps, args.num_envs))
-    reset_keys = jax.random.split(reset_key, args.num_steps)
+    # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
+    keys = jax.random.split(key, (args.num_steps, 2 + args.num_envs))
+    action_keys, reset_keys, step_keys = keys[:, 0], keys[:, 1], keys[:, 2:]
     on_cpu = jax.default_backend() == "cpu"
     levels = None
     if not on_cpu:
@@ -1529,14 +1502,17 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
         _, value, _ = forward_step(args, params, inputs, agent_state.rnn_state)
         return value
 
-    next_value = jnp.concatenate([trajectory.value[1:], value_of(*last_state)[None]])
-    truncated_value = jax.vmap(value_of)(*truncated_state)  # [W, N]
+    states = jax.tree.map(  # [1 + W, N], for one pass through the critic
+        lambda last, others: jnp.concatenate([last[None], others]), last_state, truncated_state
+    )
+    last_value, truncated_value = jnp.split(jax.vmap(value_of)(*states), (1,))
+    next_value = jnp.concatenate([trajectory.value[1:], last_value])
     truncated_value = jnp.repeat(truncated_value, truncation_window(args, env), axis=0)
     truncated_value = truncated_value[: args.num_steps]  # the last window may be a shorter one
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
-def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
+def compute_gae(args, reward, value, next_value, terminated, truncated):
     """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
     The TD error tells how much better one step went than the critic had expected,
@@ -1564,19 +1540,18 @@ def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lam
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
+    ...     Args(gamma=0.5, gae_lambda=0.5),
     ...     reward=column(1.0, 1.0, 1.0, 1.0),
     ...     value=column(2.0, 2.0, 2.0, 2.0),
     ...     next_value=column(2.0, 2.0, 9.0, 4.0),
     ...     terminated=column(False, False, True, False),
     ...     truncated=column(False, False, False, False),
-    ...     gamma=0.5,
-    ...     gae_lambda=0.5,
     ... )
     >>> advantage[:, 0].tolist()
     [-0.0625, -0.25, -1.0, 1.0]
     """
-    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
-    decay = gamma * gae_lambda * (1 - (terminated | truncated))
+    delta = reward + args.gamma * jnp.where(terminated, 0.0, next_value) - value
+    decay = args.gamma * args.gae_lambda * (1 - (terminated | truncated))
 
     def backwards(next_advantage, inputs):
         delta, decay = inputs
@@ -1670,15 +1645,15 @@ def reduce_metrics(metrics):
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
-def random_permutation(key, n):
-    """A pseudo-random permutation of range(n) [n], for speed: that of JAX sorts.
+def random_permutations(key, count, n):
+    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
     Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
     network: it is a bijection on the bits of the index, whatever function mixes their halves. With
     few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
-        return jax.random.permutation(key, n)
+        return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
     bits = n.bit_length() - 1
     low, high = bits // 2, bits - bits // 2  # widths of the two halves
 
@@ -1689,7 +1664,7 @@ def random_permutation(key, n):
 
     index = jnp.arange(n, dtype=jnp.uint32)
     left, right = index >> low, index & ((1 << low) - 1)
-    for left_key, right_key in jax.random.bits(key, (6, 2), jnp.uint32):
+    for left_key, right_key in jax.random.bits(key, (6, 2, count, 1), jnp.uint32):
         left = left ^ mix(right, left_key, high)
         right = right ^ mix(left, right_key, low)
     return (left << low) | right
@@ -1728,19 +1703,14 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
             new_params, new_opt_state = jax.tree.map(
-                lambda new, old: jnp.where(active, new, old),
-                (new_params, new_opt_state),
-                (params, opt_state),
+                functools.partial(jnp.where, active), (new_params, new_opt_state), carry[:2]
             )
         return (new_params, new_opt_state, active), metrics
 
-    def epoch(carry, key):
-        order = random_permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
-        return jax.lax.scan(minibatch_step, carry, order)
-
+    order = random_permutations(key, args.update_epochs, args.num_envs)
+    order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
-    keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state, _), metrics = jax.lax.scan(epoch, carry, keys)
+    (params, opt_state, _), metrics = jax.lax.scan(minibatch_step, carry, order)
     return params, opt_state, reduce_metrics(metrics)
 
 
@@ -1769,7 +1739,7 @@ def init_train_state(args, key):
     env_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.num_envs))
     state = TrainState(
         params=params,
-        opt_state=make_optimizer(args).init(params),
+        opt_state=make_optimizer(args).init(ravel_pytree(params)[0]),
         env_state=env_state,
         agent_state=init_agent_state(args, args.num_envs),
         stats=init_episode_stats(args.num_envs),
@@ -1795,13 +1765,7 @@ def update(args, state):
         args, env, state.params, trajectory, (env_state, agent_state), truncated_state
     )
     advantage = compute_gae(
-        trajectory.reward,
-        value,
-        next_value,
-        trajectory.terminated,
-        trajectory.truncated,
-        args.gamma,
-        args.gae_lambda,
+        args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
@@ -1817,7 +1781,7 @@ def update(args, state):
     )
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
-        learning_rate *= jnp.maximum(0.0, 1 - state.update / float(args.num_updates))
+        learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -1844,7 +1808,8 @@ def update(args, state):
 def train(args, key):
     """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
 
-    A pure function of a key and of every float in `args`, so both can be swept in one program:
+    A pure function of a key and of every float in `args` but the length, so these can be swept in
+    one program:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -1854,7 +1819,8 @@ def train(args, key):
     charts/episodic_return is -inf until an episode has ended.
     """
     state = init_train_state(args, key)
-    return jax.lax.scan(lambda state, _: update(args, state), state, length=args.num_updates)
+    length = int(args.num_updates)
+    return jax.lax.scan(lambda state, _: update(args, state), state, length=length)
 
 
 # ==================================================================================================
@@ -1893,9 +1859,8 @@ def evaluate(args, params, key):
     """
     env = make_env(args)
     num_envs = args.eval_episodes
-    reset_key, episode_key = jax.random.split(key)
+    reset_key, action_key, step_key = jax.random.split(key, 3)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
-    action_key, step_key = jax.random.split(jax.random.split(episode_key, 1)[0])
 
     def is_running(now):
         return (now.t < env.max_episode_steps) & now.running.any()
@@ -1946,7 +1911,7 @@ def evaluate(args, params, key):
 def record_video(args, evaluation, path):
     """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
     env = make_env(args)
-    states = jax.device_get(jax.tree.map(lambda x: x[0], evaluation.states))
+    states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
     frames = []
     for t in range(min(1000, int(evaluation.episode_length[0, 0]) + 1)):
         image = env.render(jax.tree.map(operator.itemgetter(t), states), 320 // env.width)
@@ -1981,18 +1946,17 @@ def evaluation_keys(args):
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
-def over_seeds(function):
+def over_seeds(function, *trees):
     """Maps a function of one agent over trees with a leading axis K.
 
     On a CPU one agent after the other: products that are batched over agents are slower there.
     """
-
-    def mapped(*trees):
-        if jax.default_backend() == "cpu":
-            return jax.lax.map(lambda agent: function(*agent), trees)
-        return jax.vmap(function)(*trees)
-
-    return mapped
+    if len(jax.tree.leaves(trees)[0]) == 1:  # without a loop, which would take time to compile
+        result = function(*jax.tree.map(lambda x: x[0], trees))
+        return jax.tree.map(lambda x: x[None], result)
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(lambda agent: function(*agent), trees)
+    return jax.vmap(function)(*trees)
 
 
 # --- Devices and processes ---
@@ -2046,6 +2010,44 @@ def agree_on_signal(signals):
     if jax.process_count() > 1:
         received = int(multihost_utils.process_allgather(np.int32(received)).max())
     return received
+
+
+def update_seeds(args, states):
+    """One update of K agents; returns (states, metrics {tag: [K]})."""
+    return over_seeds(functools.partial(update, args), states)
+
+
+def evaluate_seeds(args, params):
+    """Every agent's `Evaluation`, with the keys that are the same at each evaluation of a run."""
+    return over_seeds(functools.partial(evaluate, args), params, evaluation_keys(args))
+
+
+# --- Programs ---
+
+
+def input_numbers(args):
+    """{name: number} of the flags that are inputs of the compiled programs: seed and all floats.
+
+    Where only these change, programs are found in the cache. All other flags are parts of them.
+    """
+    floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
+    return floats | {"seed": np.uint32(args.seed)}
+
+
+def program(args, function, level=2, **options):
+    """Jits function(args, ...) as a function of `input_numbers` and what else it takes.
+
+    On a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
+    default, and compile sooner. What runs once is done soonest with 0.
+    """
+
+    @functools.wraps(function)  # its name appears in profiles
+    def with_numbers(numbers, *inputs):
+        return function(dataclasses.replace(args, **numbers), *inputs)
+
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_backend_optimization_level": level}
+    return jax.jit(with_numbers, **options)
 
 
 # --- Files ---
@@ -2140,8 +2142,7 @@ def load_run(run_dir):
 
 def init_states(args):
     """The `TrainState` of K agents before their first update."""
-    # One after the other, which compiles sooner than a batch of them.
-    return jax.lax.map(functools.partial(init_train_state, args), seed_keys(args))
+    return over_seeds(functools.partial(init_train_state, args), seed_keys(args))
 
 
 # --- Flags ---
@@ -2159,7 +2160,7 @@ def check_args(args):
         raise Problem("--seed: all seeds must lie in [0, 2^32)")
     if args.num_envs % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
-    if args.num_updates < 1:
+    if not args.num_updates >= 1:
         raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     is_xland = args.env_id.startswith(XLAND)
     if is_xland and args.img_obs:
@@ -2188,8 +2189,6 @@ def parse_args(words=None):
     """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
-        if args.resume is not None and args.eval is not None:
-            raise Problem("--resume and --eval exclude each other")
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
         args = tyro.cli(Args, args=words, default=saved)
@@ -2221,23 +2220,28 @@ def use_compilation_cache():
 
 @contextlib.contextmanager
 def remembered_signals():
-    """A list that receives the first Ctrl-C or SIGTERM; a second one ends the process.
+    """A list that receives the first signal to stop; a second one ends the process.
 
-    An exception, as KeyboardInterrupt is one, could come while the state is being donated.
+    Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
+    KeyboardInterrupt is one, could come while the state is being donated.
     """
-    received, numbers = [], (signal.SIGINT, signal.SIGTERM)
+    received, handlers = [], {}
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
     def remember(number, frame):
         received.append(number)
-        os.write(1, b"\nstopping after this update; a second time ends at once\n")
-        for n in numbers:
+        os.write(1, b"\nstopping after the updates under way; a second time ends at once\n")
+        for n in handlers:
             signal.signal(n, signal.SIG_DFL)
 
-    handlers = [signal.signal(n, remember) for n in numbers]
+    with contextlib.suppress(ValueError):  # which Python raises in other threads than the main one
+        for n in numbers:
+            if signal.getsignal(n) != signal.SIG_IGN:  # as under nohup: stays ignored
+                handlers[n] = signal.signal(n, remember)
     try:
         yield received
     finally:
-        for n, handler in zip(numbers, handlers):
+        for n, handler in handlers.items():
             signal.signal(n, handler)
 
 
@@ -2292,9 +2296,10 @@ class Logger:
                 sys.modules["wandb"].log(named, step=update * self.args.batch_size)
 
     def log(self, update, metrics):
-        """Takes the metrics of an update, without waiting for it."""
+        """Takes the metrics of an update, without waiting for it, but for the one before."""
         self.queue.append((update, metrics))
-        if len(self.queue) > self.args.log_interval:
+        jax.block_until_ready(self.queue[-2:-1])  # two are under way: enough to keep a device busy
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
             self.flush(keep=1)  # the device works on the newest while the others are written
 
     def flush(self, keep=0):
@@ -2396,8 +2401,7 @@ def evaluate_run(args):
     if (args.episodes_per_trial > 1) != (load_args(run_dir).episodes_per_trial > 1):
         raise Problem("--episodes-per-trial: trials are observed otherwise, no change from or to 1")
     params = load_params(args, run_dir)
-    evaluate_seeds = jax.jit(over_seeds(functools.partial(evaluate, args)))
-    evaluation = evaluate_seeds(params, evaluation_keys(args))
+    evaluation = program(args, evaluate_seeds)(input_numbers(args), params)
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
     write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
@@ -2427,7 +2431,7 @@ def main(words=None):
     use_compilation_cache()
     if args.eval is not None:
         return evaluate_run(args)
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.getpid()}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
     run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
@@ -2435,31 +2439,35 @@ def main(words=None):
     start = time.perf_counter()
     mesh = make_mesh(args)
     placed, everywhere = state_shardings(mesh), jax.NamedSharding(mesh, jax.P())
-    init = jax.jit(functools.partial(init_states, args), out_shardings=placed)
+    numbers = input_numbers(args)
+    init = program(args, init_states, level=0, out_shardings=placed)  # runs once
+    layout = dict(donate_argnums=1, out_shardings=(placed, everywhere))
+    run_update = program(args, update_seeds, **layout)
+    run_evaluation = program(args, evaluate_seeds, out_shardings=everywhere)
+    # All are traced before the first is compiled: mistakes in shapes show at once.
+    like = jax.eval_shape(init, numbers)
     if args.resume:
-        state = load_checkpoint(run_dir, jax.eval_shape(init))
+        state = load_checkpoint(run_dir, like)
         state = jax.jit(lambda state: state, out_shardings=placed)(state)
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
             print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
+    with jax.set_mesh(mesh):  # for `spread`
+        traced = run_update.trace(numbers, like)
+    jax.eval_shape(run_evaluation, numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
     if not args.resume:
-        state = init()
-    layout = dict(donate_argnums=0, out_shardings=(placed, everywhere))
-    run_update = jax.jit(over_seeds(functools.partial(update, args)), **layout)
-    run_evaluation = over_seeds(functools.partial(evaluate, args))
-    run_evaluation = jax.jit(run_evaluation, out_shardings=everywhere)
-    if not jax.config.jax_disable_jit:  # with which people debug
-        with jax.set_mesh(mesh):  # for `spread`
-            run_update = run_update.lower(state).compile()
-    jax.eval_shape(run_evaluation, state.params, evaluation_keys(args))  # its errors show now
-    compile_seconds = time.perf_counter() - start
+        state = init(numbers)
+        check_walls(make_env(args), state.env_state)
     if jax.process_index() > 0:
         scratch = tempfile.TemporaryDirectory()
         run_dir = pathlib.Path(scratch.name, name)
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    if not jax.config.jax_disable_jit:  # with which people debug
+        run_update = traced.lower().compile()
+    compile_seconds = time.perf_counter() - start
     joined = ("coordinator_address", "num_processes", "process_id", "resume")
     flags = vars(args) | dict.fromkeys(joined) | {"distributed": False}
     write_json(run_dir / "args.json", flags)
@@ -2467,13 +2475,13 @@ def main(words=None):
     print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
 
     # --- Train ---
-    done, stop = int(state.update[0]), 0
+    done, stop = int(jax.device_get(state.update)[0]), 0
     logger = Logger(args, run_dir, done)
     with contextlib.closing(logger):
         try:
             with remembered_signals() as signals:
                 while done < args.num_updates and not stop and not logger.failed.all():
-                    state, metrics = run_update(state)  # does not wait for the device
+                    state, metrics = run_update(numbers, state)  # does not wait for the device
                     done += 1
                     logger.log(done, metrics)
                     if not args.distributed or done % args.log_interval == 0:
@@ -2485,7 +2493,7 @@ def main(words=None):
                     logger.flush()
                     pause = time.perf_counter()
                     if eval_due:
-                        evaluation = run_evaluation(state.params, evaluation_keys(args))
+                        evaluation = run_evaluation(numbers, state.params)
                         score = evaluation_scores(evaluation)["eval_return_mean"]
                         logger.write(done, {"eval/episodic_return": score})
                     if eval_due and args.capture_video:
@@ -2509,7 +2517,7 @@ def main(words=None):
             sys.exit(128 + stop)
 
         # --- Evaluate and sum up ---
-        evaluation = run_evaluation(state.params, evaluation_keys(args))
+        evaluation = run_evaluation(numbers, state.params)
         scores = evaluation_scores(evaluation)
         logger.write(done, {"eval/episodic_return": scores["eval_return_mean"]})
     summary = {
@@ -3650,12 +3658,10 @@ def find_xland(env_id, benchmark_id, ruleset_id):
 
 
 if __name__ == "__main__":
-    words = None
-    if "ipykernel" in sys.modules:
-        words = []  # a notebook's cell has no command line
-    else:  # Python would notice Ctrl-C only when a compilation has ended
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    in_notebook = "ipykernel" in sys.modules  # where a cell has no command line
+    if not in_notebook and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
-        main(words)
+        main([] if in_notebook else None)
     except Problem as problem:
         sys.exit(f"error: {problem}")

@@ -8,8 +8,9 @@ Flags after `--` go to both versions. In every pair each version runs once from 
 turns the one and the other first. Processes compile all their programs themselves; with --cache
 they load what an uncounted process has compiled before. Ratios are those of one pair, "ours by
 theirs", and their medians count, because machines drift: above 1 is better for `sps`, below 1 for
-seconds. `process_seconds` is measured from outside, all else is what summary.json says. The JSON
-file is written after every pair.
+seconds. `start_seconds`, from the start of the process to the line that says what was compiled, and
+`process_seconds` are measured from outside, all else is what summary.json says. The JSON file is
+written after every pair; rows of other scripts that it has already stay.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MEASURED = ("sps", "compile_seconds", "train_seconds", "wall_seconds", "process_seconds")
+MEASURED = """sps start_seconds compile_seconds train_seconds wall_seconds
+    process_seconds""".split()
 
 
 def text_at(commit, name):
@@ -40,14 +42,27 @@ def run(path, flags, cache):
     if cache:
         env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": str(cache)}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as the scripts have it
-    start = time.perf_counter()
-    command = [sys.executable, path.name, *flags]
-    result = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+    start, started, output = time.perf_counter(), None, []
+    process = subprocess.Popen(
+        [sys.executable, path.name, *flags],
+        cwd=path.parent,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in process.stdout:
+        output.append(line)
+        if ": compiled in " in line:
+            started = time.perf_counter() - start
+    if process.wait() != 0:
+        raise SystemExit(
+            f"error: {path} ended with {process.returncode}:\n{''.join(output)[-2000:]}"
+        )
     seconds = time.perf_counter() - start
-    if result.returncode != 0:
-        raise SystemExit(f"error: {path} ended with {result.returncode}:\n{result.stderr[-2000:]}")
     newest = max(path.parent.glob("runs/*/summary.json"), key=lambda file: file.stat().st_mtime_ns)
-    summary = json.loads(newest.read_text()) | {"process_seconds": seconds}
+    summary = json.loads(newest.read_text())
+    summary |= {"start_seconds": started, "process_seconds": seconds}
     names = (*MEASURED, "eval_return_mean", "total_timesteps")
     return {name: summary[name] for name in names if name in summary}
 
@@ -66,7 +81,8 @@ def compare(name, choice, flags, folder, save):
         caches[side] = folder / name / f"{side}_cache" if choice.cache else None
         if choice.cache:
             run(paths[side], flags, caches[side])
-    row = {"name": name, "pairs": [], "medians": {}, "ratios": {}}
+    row = {"name": f"{name}, cached" if choice.cache else name}
+    row |= {"against": choice.against, "flags": flags, "pairs": [], "medians": {}, "ratios": {}}
     for number in range(choice.pairs):
         order = ["ours", "theirs"] if number % 2 == 0 else ["theirs", "ours"]
         row["pairs"].append({side: run(paths[side], flags, caches[side]) for side in order})
@@ -79,7 +95,7 @@ def compare(name, choice, flags, folder, save):
             row["ratios"][key] = statistics.median(ratios)
         save(row)
         shown = ", ".join(f"{key} {value:.3f}" for key, value in row["ratios"].items())
-        print(f"{name}, {number + 1} pairs: {shown}", flush=True)
+        print(f"{row['name']}, {number + 1} pairs: {shown}", flush=True)
     return row
 
 
@@ -100,6 +116,8 @@ def main():
         "python": platform.python_version(),
         "rows": {},
     }
+    if choice.out and choice.out.exists():
+        result["rows"] = json.loads(choice.out.read_text())["rows"]
 
     def save(row):
         result["rows"][row["name"]] = row

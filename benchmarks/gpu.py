@@ -150,7 +150,7 @@ def like_cpu(choice, name):
     inputs, updates = (state,), 3
     if envs is not None:
         inputs, updates = jax.jit(functools.partial(script.rollout, args, envs))(state), 1
-        update = script.over_seeds(functools.partial(script.learn, args))
+        update = functools.partial(script.over_seeds, functools.partial(script.learn, args))
     found = {}
     for kind in ("gpu", "cpu"):
         where = jax.local_devices(backend="cpu" if kind == "cpu" or choice.smoke else None)[0]
@@ -180,20 +180,21 @@ def learning(choice, name, flags, aim):
     start = time.perf_counter()
     run_update = jax.jit(update, donate_argnums=0).lower(state).compile()
     if envs is None:
-        evaluate = jax.jit(script.over_seeds(functools.partial(script.evaluate, args)))
-        evaluate = evaluate.lower(state.params, script.evaluation_keys(args)).compile()
+        evaluate = jax.jit(functools.partial(script.evaluate_seeds, args))
+        evaluate = evaluate.lower(state.params).compile()
     row = {"flags": flags, "aim": aim, "solved": False, "points": []}
     row["compile_seconds"] = time.perf_counter() - start
     done, seconds = 0, 0.0  # of training alone
     while done < args.num_updates and not row["solved"] and time.time() < choice.end:
         start = time.perf_counter()
-        for _ in range(min(max(1, args.num_updates // LEARNING_POINTS), args.num_updates - done)):
+        rest = int(args.num_updates) - done
+        for _ in range(min(max(1, int(args.num_updates) // LEARNING_POINTS), rest)):
             state, metrics = run_update(state)
             done += 1
         jax.block_until_ready(state.params)
         seconds += time.perf_counter() - start
         if envs is None:
-            evaluation = evaluate(state.params, script.evaluation_keys(args))
+            evaluation = evaluate(state.params)
             metrics = script.evaluation_scores(evaluation)
         value = float(np.mean(metrics[score]))
         row["points"].append([done * args.batch_size, seconds, value])

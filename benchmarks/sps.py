@@ -99,7 +99,7 @@ def prepare(script, wrap_pool=lambda envs: envs, **changes):
     args = script.Args(**{"total_timesteps": 10**12, **changes})
     state = jax.jit(functools.partial(script.init_states, args))()
     if not hasattr(script, "make_pool"):
-        return args, state, script.over_seeds(functools.partial(script.update, args)), None
+        return args, state, functools.partial(script.update_seeds, args), None
     envs = wrap_pool(script.make_env(args))
     state = script.start_games(args, envs, state)
     return args, state, functools.partial(script.update, args, envs), envs

@@ -41,7 +41,7 @@ def update_of(script):
     args = quick_args(script, num_envs=num_envs, num_steps=num_steps, num_seeds=2)
     states = jax.eval_shape(functools.partial(script.init_states, args))
     if not hasattr(script, "make_pool"):
-        return script.over_seeds(functools.partial(script.update, args)), states, None
+        return functools.partial(script.update_seeds, args), states, None
     envs = script.make_env(args)
     states = jax.eval_shape(lambda: script.start_games(args, envs, script.init_states(args)))
     return functools.partial(script.update, args, envs), states, envs
@@ -71,8 +71,7 @@ def test_evaluation(script, monkeypatch):
     """Evaluation can be lowered, too."""
     args = quick_args(script, num_seeds=2)
     states = jax.eval_shape(functools.partial(script.init_states, args))
-    evaluate = script.over_seeds(functools.partial(script.evaluate, args))
-    keys = jax.eval_shape(functools.partial(script.evaluation_keys, args))
-    jaxpr, text = lowered(evaluate, states.params, keys, platform="cuda", monkeypatch=monkeypatch)
+    evaluate = functools.partial(script.evaluate_seeds, args)
+    jaxpr, text = lowered(evaluate, states.params, platform="cuda", monkeypatch=monkeypatch)
     assert not [x for x in equations(jaxpr) if "callback" in x.primitive.name]
     assert "f64" not in text

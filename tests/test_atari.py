@@ -373,13 +373,7 @@ def test_truncated_games_are_bootstrapped_with_their_last_frame(truncated_games)
         args, state.params, state.env_state.obs, trajectory
     )
     advantage = script.compute_gae(
-        trajectory.reward,
-        value,
-        next_value,
-        trajectory.terminated,
-        trajectory.truncated,
-        args.gamma,
-        args.gae_lambda,
+        args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
     # The seventh of every game's steps is its last, the eighth of all only resets.
     assert trajectory.truncated[6].all() and not trajectory.valid[7].any()
@@ -529,7 +523,8 @@ def test_evaluation_equals_replay_of_its_first_game(mode, protocol, sticky, limi
         repeat_action_probability=sticky,
     )
     params = initial_agents(args).params
-    evaluation, again = (script.evaluate(args, script.make_act(args), params) for _ in range(2))
+    act = functools.partial(script.make_act(args), script.input_numbers(args))
+    evaluation, again = (script.evaluate(args, act, params) for _ in range(2))
     np.testing.assert_equal(tuple(evaluation), tuple(again))
     seeds = script.env_seeds(args, args.eval_episodes, script.EVALUATION)[:1]
     look = dict(gray_scale=False, img_height=210, img_width=160)
@@ -588,8 +583,8 @@ def test_interrupted_run_goes_on_with_new_games(tmp_path, monkeypatch, capsys):
     assert "games start anew" in capsys.readouterr().out
     final = script.load_checkpoint(run_dir, like)
     _, key = jax.random.split(script.seed_keys(args)[0])  # the first one is for the parameters
-    for _ in range(2 * 6):  # each update plays and learns
-        _, key = jax.random.split(key)
+    for _ in range(6):  # each update plays and learns
+        _, key = jax.random.split(jax.random.split(key, args.num_steps + 1)[-1])
     assert (final.update == 6).all() and final.key[0] == key
     assert (final.opt_state[1].count == 6 * args.update_epochs * args.num_minibatches).all()
     assert (run_dir / "summary.json").exists()

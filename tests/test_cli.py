@@ -103,20 +103,19 @@ def test_help_names_every_flag_in_a_line(script, capsys):
         assert f"--{field.name.replace('_', '-')}" in text
 
 
-@once("whole_number")
+@once("main")
 @pytest.mark.quick
 @pytest.mark.parametrize("text", ["500000", "500_000", "5e5", "5E5", "500000.0"])
 def test_notations_of_counts(script, text):
     assert script.parse_args(["--total-timesteps", text]).total_timesteps == 500_000
 
 
-@once("whole_number")
+@once("main")
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["1.5", "nan", "inf", "many", "1e-1", ""])
-def test_counts_that_are_not_whole(script, text, capsys):
-    with pytest.raises(SystemExit) as exit:
-        script.parse_args(["--total-timesteps", text])
-    assert exit.value.code == 2 and "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["1.5", "nan", "-inf", "-1e9"])
+def test_too_few_timesteps(script, text):
+    message = refusal(script, script.parse_args, ["--total-timesteps", text])
+    assert message.startswith("--total-timesteps must be at least a batch")
 
 
 @once("Logger")
@@ -146,6 +145,81 @@ def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@having("program")
+@pytest.mark.quick
+def test_wrong_evaluation_is_noticed_before_compilation(script, tmp_path, monkeypatch):
+    """All programs are traced before one is compiled, and before a folder is made."""
+
+    def wrong(*inputs):
+        raise TypeError("of my own")
+
+    compiled = []
+
+    def listen(event, duration, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(fun_name)
+
+    if hasattr(script, "make_act"):
+        monkeypatch.setattr(script, "make_act", lambda args: script.program(args, wrong))
+    else:
+        monkeypatch.setattr(script, "evaluate", wrong)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with pytest.raises(TypeError, match="of my own"):
+            script.main(quick_words(script, tmp_path))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not {"jit(init_states)", "jit(update_seeds)"} & set(compiled)
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers that need no compiling
+# --------------------------------------------------------------------------------------------------
+
+OTHER_NUMBERS = dict(seed=2, learning_rate=1e-4, gamma=0.9, clip_coef=0.3, ent_coef=0.02)
+
+
+@having("update_seeds")
+@pytest.mark.quick
+def test_other_numbers_are_the_same_programs(script):
+    """Word for word, as they go to the compiler; other sizes are other programs."""
+    args = script.parse_args(words_of(**QUICK[script.__name__]))
+    every = {name: 0.5 for name, value in vars(args).items() if isinstance(value, float)}
+    every["total_timesteps"] = 2.0 * args.total_timesteps
+
+    def texts(args):
+        numbers = script.input_numbers(args)
+        init = script.program(args, script.init_states)
+        state = jax.eval_shape(init, numbers)
+        lowered = [
+            init.lower(numbers),
+            script.program(args, script.update_seeds).lower(numbers, state),
+            script.program(args, script.evaluate_seeds).lower(numbers, state.params),
+        ]
+        return [program.as_text() for program in lowered]
+
+    first = texts(args)
+    assert len(every) > 8 and texts(dataclasses.replace(args, seed=2, **every)) == first
+    others = texts(dataclasses.replace(args, update_epochs=2, eval_episodes=2))
+    assert [ours == theirs for ours, theirs in zip(others, first)] == [True, False, False]
+
+
+@once("main")
+def test_other_numbers_are_found_in_the_cache(script, tmp_path):
+    """A second process with other numbers writes no program, not even a tiny one."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    quick, programs = QUICK[script.__name__], []
+    longer = dict(total_timesteps=2 * quick["total_timesteps"])
+    for name, options in [("first", {}), ("second", OTHER_NUMBERS | longer)]:
+        run_dir = finish(script, tmp_path / name, env=cache, **quick | options)
+        programs.append({path.name for path in (tmp_path / "cache").glob("*-cache")})
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert all(summary["args"][flag] == value for flag, value in options.items())
+    assert programs[0] == programs[1] and len(programs[0]) >= 3
+
+
 # --------------------------------------------------------------------------------------------------
 # What a run writes
 # --------------------------------------------------------------------------------------------------
@@ -158,7 +232,7 @@ def test_summary_and_events_are_complete(script, finished_run):
     assert summary["total_timesteps"] == QUICK[script.__name__]["total_timesteps"]
     assert summary["args"] == json.loads((finished_run / "args.json").read_text())
     assert len(list((finished_run.parents[1] / "videos" / finished_run.name).iterdir())) == 1
-    assert re.fullmatch(rf".+__{script.__name__}__1__\d+_\d+", finished_run.name)
+    assert re.fullmatch(rf".+__{script.__name__}__1__\d+_[0-9a-f]{{6}}", finished_run.name)
     logged = scalars(finished_run)
     assert TAGS <= set(logged)
     assert all(np.isfinite(value) for events in logged.values() for _, value in events)
@@ -176,7 +250,7 @@ def test_summary_and_events_are_complete(script, finished_run):
 def test_every_update_is_logged(script, finished_run):
     """The steps are those of consecutive updates; values belong to their steps."""
     args, logged = script.load_args(finished_run), scalars(finished_run)
-    every = [args.batch_size * update for update in range(1, args.num_updates + 1)]
+    every = [args.batch_size * update for update in range(1, int(args.num_updates) + 1)]
     for tag in TAGS - {"charts/SPS", "eval/episodic_return"}:
         steps = [step for step, _ in logged[tag]]
         first = every.index(steps[0])  # nothing is logged before an episode ends
@@ -225,6 +299,42 @@ def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
     assert steps == tuple(args.batch_size * update for update in (1, 2, 3, 4))
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     assert len(set(expected)) == 4 and expected.min() > 1
+
+
+class Slow(np.ndarray):
+    """Metrics of an update that is done when somebody waits for it."""
+
+    waited_for = False
+
+    def block_until_ready(self):
+        self.waited_for = True
+        return self
+
+
+@once("Logger")
+@pytest.mark.quick
+def test_two_updates_are_under_way_at_most(script, tmp_path):
+    """The third one is begun after the first one's end: a stop waits for two."""
+    logger = script.Logger(quick_args(script, log_interval=100), tmp_path, 0)
+    updates = []
+    for update in (1, 2, 3, 4):
+        metrics = {"losses/grad_norm": np.ones(1).view(Slow)}
+        metrics["charts/episodic_return"] = np.ones(1).view(Slow)
+        updates.append(metrics["losses/grad_norm"])
+        logger.log(update, metrics)
+        assert [x.waited_for for x in updates] == [True] * (update - 1) + [False]
+    logger.close()
+
+
+@once("Logger")
+def test_first_line_of_progress_comes_after_the_first_update(script, tmp_path, capsys):
+    """Whatever the log interval."""
+    args = quick_args(script)
+    run_main(script, tmp_path, log_interval=1000, checkpoint_interval=1000)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " left, " in line]
+    starts = [f"{args.batch_size} steps (5%)", f"{int(args.total_timesteps):,} steps (100%)"]
+    assert len(lines) == 2
+    assert [line.startswith(start) for line, start in zip(lines, starts)] == [True, True]
 
 
 @each_text("main", lacking="make_pool")
@@ -334,7 +444,8 @@ def test_tracking(script, tmp_path, monkeypatch):
 @pytest.mark.quick
 @pytest.mark.parametrize("fault", ["not installed", "no login"])
 def test_tracking_that_cannot_start(script, fault, tmp_path, monkeypatch):
-    """One line before compilation, and no folder."""
+    """One line before the update is compiled, and no folder."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     wandb = None  # `import wandb` fails
     if fault == "no login":
         wandb = types.ModuleType("wandb")
@@ -344,7 +455,6 @@ def test_tracking_that_cannot_start(script, fault, tmp_path, monkeypatch):
 
         wandb.init = init
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(script, "init_train_state", None)  # what would be compiled first
     message = refusal(script, script.main, quick_words(script, tmp_path, track=True))
     assert message.startswith("--track: ") and not list(tmp_path.iterdir())
 

@@ -143,9 +143,9 @@ def test_the_bonus_is_in_the_advantages_only(monkeypatch, episodes):
         seen["last"] = script.make_inputs(script.make_env(args), outputs[0], outputs[1])
         return outputs
 
-    def watched_gae(reward, *inputs):
+    def watched_gae(args, reward, *inputs):
         seen["reward"] = reward
-        return compute_gae(reward, *inputs)
+        return compute_gae(args, reward, *inputs)
 
     def watched_update(state):
         return *script.update(args, state), dict(seen)

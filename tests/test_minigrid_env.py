@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import minigrid  # noqa: F401  (registers the ids)
 import numpy as np
 import pytest
-from conftest import edited_copy
+from conftest import edited_copy, run_main
 from minigrid.core.constants import DIR_TO_VEC
 from minigrid.core.world_object import Ball, Box, Door, Floor, Goal, Key, Lava, Wall
 from minigrid.envs import EmptyEnv
@@ -266,12 +266,13 @@ OPEN_BORDERS = [env_id for env_id in IDS if "MultiRoom" in env_id or "GoToDoor" 
 
 @pytest.mark.parametrize("env_id", OPEN_BORDERS)  # the others have walls there, see below
 def test_levels_are_walled_in(env_id):
-    script.check_walls(script.find_env(env_id))
+    env = script.find_env(env_id)
+    script.check_walls(env, jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 64)))
 
 
 @pytest.mark.parametrize("gap", [None, 3], ids=["no walls", "a gap"])
-def test_a_level_without_walls_is_an_error(gap, monkeypatch):
-    """When its environment is made: nothing checks later whether the agent leaves the grid."""
+def test_a_level_without_walls_is_an_error(gap, monkeypatch, tmp_path):
+    """Before the update is compiled: nothing checks later whether the agent leaves the grid."""
 
     def open_level(env, draw):
         level = script.empty_level(env, draw)
@@ -283,7 +284,8 @@ def test_a_level_without_walls_is_an_error(gap, monkeypatch):
     env = script.dataclasses.replace(script.find_env(env_id), level=open_level)
     monkeypatch.setitem(script.ENVIRONMENTS, env_id, env)
     with pytest.raises(ValueError, match="Empty-8x8-v0: a level has no walls"):
-        script.make_env(script.Args(env_id=env_id))
+        run_main(script, tmp_path, env_id=env_id)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("env_id", IDS)

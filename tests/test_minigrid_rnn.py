@@ -316,8 +316,8 @@ def test_levels_made_beforehand(monkeypatch, num_envs, scans):
     assert names.count("scan") == scans
     env_state, _, _, trajectory, _ = jax.jit(play)(*carry)
 
-    step_keys = jax.random.split(jax.random.split(carry[-1], 3)[2], 2)
-    level_keys = jax.vmap(script.level_keys, (0, None))(step_keys, jnp.arange(num_envs))
+    keys = jax.random.split(carry[-1], (2, 2 + num_envs))[:, 1]
+    level_keys = jax.vmap(script.level_keys, (0, None))(keys, jnp.arange(num_envs))
     levels = jax.jit(jax.vmap(jax.vmap(env.reset)))(level_keys)
     for ours, expected in zip(jax.tree.leaves(env_state), jax.tree.leaves(levels), strict=True):
         np.testing.assert_array_equal(ours, expected[1])
@@ -469,13 +469,7 @@ def test_advantages_across_the_episodes_of_a_trial(trials):
         values(rolled.params, trajectory, rolled.last_state, rolled.truncated_state)
     )
     ours = script.compute_gae(
-        trajectory.reward,
-        value,
-        next_value,
-        trajectory.terminated,
-        trajectory.truncated,
-        args.gamma,
-        args.gae_lambda,
+        args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
     ended, done = ends_of_trials(args, rolled)
     limit = states.step_count[:-1] == rolled.env.env.max_episode_steps - 1
@@ -506,7 +500,7 @@ def test_evaluation_plays_trials(monkeypatch):
     params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(1), x.shape), params)
     key = jax.random.key(2)
     evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, key)
-    reset_key, episode_key = jax.random.split(key)
+    reset_key, action_key, _ = jax.random.split(key, 3)
     state = jax.jit(jax.vmap(env.reset))(jax.random.split(reset_key, 8))
 
     @jax.jit
@@ -518,7 +512,6 @@ def test_evaluation_plays_trials(monkeypatch):
         return state, reward, terminated, script.agent_state_after(rnn_state, action, reward)
 
     agent_state = script.init_agent_state(args, 8)
-    action_key, _ = jax.random.split(jax.random.split(episode_key, 1)[0])
     episode, returns, lengths = np.zeros(8, int), np.zeros((8, 4)), np.zeros(8)
     for t in range(3 * 12):
         restart = state.restarted

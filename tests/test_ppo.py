@@ -180,7 +180,8 @@ def test_gae_equals_definition(script, gae_lambda):
     flags = terminated, truncated
     expected = definition_of_gae(reward, value, next_value, *flags, 0.99, gae_lambda)
     arrays = [jnp.asarray(x, jnp.float32) for x in (reward, value, next_value)]
-    ours = script.compute_gae(*arrays, *map(jnp.asarray, flags), 0.99, gae_lambda)
+    args = quick_args(script, gamma=0.99, gae_lambda=gae_lambda)
+    ours = script.compute_gae(args, *arrays, *map(jnp.asarray, flags))
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -192,7 +193,7 @@ def test_gae_worked_example(script):
     next_value = jnp.array([[1.5], [0.8], [jnp.nan]])  # the last one must not be used
     terminated = jnp.array([[False], [False], [True]])
     arrays = (jnp.ones((3, 1)), value, next_value, terminated, jnp.zeros_like(terminated))
-    delta = script.compute_gae(*arrays, gamma=0.99, gae_lambda=0.0)
+    delta = script.compute_gae(quick_args(script, gamma=0.99, gae_lambda=0.0), *arrays)
     np.testing.assert_allclose(delta[:, 0], [1.485, 0.292, 0.2], rtol=1e-6)
 
 
@@ -552,12 +553,14 @@ def test_no_key_is_used_twice(script):
 # --------------------------------------------------------------------------------------------------
 
 
-@once("random_permutation")
+@once("random_permutations")
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 31, 100, 256, 257, 512, 1000, 4096, 5000, 10_007])
 def test_permutation_is_one(script, n):
-    """Every index once, the same for the same key, another order for other keys."""
-    permutation = jax.jit(script.random_permutation, static_argnums=1)
-    orders = [np.asarray(permutation(jax.random.key(seed), n)) for seed in [*range(10), 0]]
+    """Every index once, the same for the same key, another order for other keys and in a batch."""
+    permutations = jax.jit(script.random_permutations, static_argnums=(1, 2))
+    orders = [np.asarray(permutations(jax.random.key(seed), 2, n)) for seed in [*range(5), 0]]
+    assert all(order.shape == (2, n) for order in orders)
+    orders = [*np.concatenate(orders[:-1]), orders[-1][0]]
     for order in orders:
         np.testing.assert_array_equal(np.sort(order), np.arange(n))
     np.testing.assert_array_equal(orders.pop(), orders[0])
@@ -565,13 +568,13 @@ def test_permutation_is_one(script, n):
     assert len(different) == 10 if n > 30 else len(different) > 1 or n == 1
 
 
-@once("random_permutation")
+@once("random_permutations")
 @pytest.mark.parametrize("n", [5, 16, 100, 257, 300, 512])  # up to 256 by sorting
 def test_permutation_is_uniform(script, n):
     """Chi-square tests over 50,000 keys: where three elements go, and where neighbours go."""
     keys = jax.random.split(jax.random.key(0), 50_000)
     some = np.array([0, 1, n // 2, n - 2, n - 1])
-    permutations = jax.vmap(lambda key: script.random_permutation(key, n)[some])
+    permutations = jax.vmap(lambda key: script.random_permutations(key, 1, n)[0, some])
     permutations = jax.jit(permutations, compiler_options=USUAL_COMPILATION)  # much to compute
     orders = dict(zip(some, np.asarray(permutations(keys), int).T))
     for i in (0, n // 2, n - 1):

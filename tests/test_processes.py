@@ -1,5 +1,6 @@
 """Runs that are stopped, by signals and by force, and go on."""
 
+import concurrent.futures
 import signal
 import subprocess
 import sys
@@ -79,28 +80,54 @@ def test_second_interrupt_ends_at_once(script, tmp_path):
 
 @once("remembered_signals")
 def test_interrupt_while_compiling_ends_at_once(script, tmp_path):
-    """Without a run folder."""
+    """Nothing is in the run's folder."""
     env = environment(1, flags="")  # takes seconds
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
     process = start(script, tmp_path, env=env, **QUICK[script.__name__])
     for line in process.stderr:
-        if "Compiling jit(mapped)" in line:
+        if "Compiling jit(update_seeds)" in line:
             break
     process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate()
     assert process.returncode == -signal.SIGINT and not stdout
-    assert not (tmp_path / "runs").exists()
+    assert not list(run_of(tmp_path).iterdir())
+
+
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 
 
 @once("remembered_signals")
 @pytest.mark.quick
-def test_signals_in_turn(script):
+@pytest.mark.parametrize("number", STOPS)
+def test_signals_in_turn(script, number):
     """The first one is remembered; then, and after `with`, the handlers of before are in place."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in STOPS]
     with script.remembered_signals() as signals:
         assert not signals
-        signal.raise_signal(signal.SIGTERM)
-        assert signals == [signal.SIGTERM]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            assert signal.getsignal(number) is signal.SIG_DFL
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        signal.raise_signal(number)
+        assert signals == [number]
+        assert [signal.getsignal(number) for number in STOPS] == [signal.SIG_DFL] * 4
+    assert [signal.getsignal(number) for number in STOPS] == before
+
+
+@once("remembered_signals")
+@pytest.mark.quick
+def test_ignored_signal_stays_ignored(script):
+    """As SIGHUP is under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with script.remembered_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals
+            signal.raise_signal(signal.SIGTERM)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@once("main")
+def test_main_in_another_thread(script, tmp_path):
+    """As notebooks' widgets and optimisers of flags call it: it trains, without handlers."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run_dir = pool.submit(run_main, script, tmp_path).result()
+    assert (run_dir / "summary.json").exists()

@@ -46,11 +46,13 @@ def test_every_snippet_is_run():
 SOLVED = {  # words of the snippet: the lowest greedy return
     "class Gymnax:": 500,
     "class ActorCritic(nn.Module)": 500,
+    "class Catch:": 1,
     "losses/ratio_max": 500,
     "class Pendulum:": -200,
 }
 LEARNED = {"def t_maze_level": 0.95, "class ResetLSTM": 0.95}  # the lowest success rate
-OTHERS = ["class Args(ppo.Args)", "over_keys = jax.vmap", "jax.sharding.Mesh", "gymnasium.make"]
+OTHERS = """class Args(ppo.Args)|over_keys = jax.vmap|jax.sharding.Mesh|gymnasium.make
+    |print(jax.eval_shape""".split("|")
 
 
 @pytest.mark.parametrize("words", SOLVED)
@@ -96,6 +98,12 @@ def test_policy_in_faramas_environment(tmp_path):
     (run_dir,) = tmp_path.glob("runs/*")
     block = snippet("gymnasium.make").replace("runs/<run_name>", str(run_dir))
     assert run(block, tmp_path) == "success 1.00\n"
+
+
+def test_shapes_without_compilation(tmp_path):
+    """Every shape of an evaluation is printed."""
+    block = snippet("print(jax.eval_shape")
+    assert "episode_return=ShapeDtypeStruct(shape=(100,)" in run(block, tmp_path)
 
 
 def test_seeds_over_devices(tmp_path):
