@@ -426,8 +426,8 @@ class Gaussian(NamedTuple):
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in]: its rows or its columns are orthonormal.
 
-    Newton's iteration for the polar decomposition (Higham, 1986): a step takes every singular value
-    s to 1.5 s - 0.5 s^3, and so, in the end, to 1. Of normal noise it makes all orthogonal matrices
+    The iteration of Bjorck and Bowie (1971, "Newton-Schulz"): a step takes every singular value s
+    to 1.5 s - 0.5 s^3, and so, in the end, to 1. Of normal noise it makes all orthogonal matrices
     equally likely. It compiles sooner than LAPACK's QR decomposition loads.
     """
     with jax.default_matmul_precision("highest"):

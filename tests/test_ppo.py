@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.linalg
 import scipy.special
 import scipy.stats
 from conftest import USUAL_COMPILATION, having, once, quick_args
@@ -51,6 +52,16 @@ def test_initial_weights_are_orthogonal(script):
             gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
             np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5 * gain**2)
             assert not b.any()
+
+
+@once("orthogonalized")
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", [(64, 64), (64, 4), (2, 64), (1, 64), (3, 3)])
+def test_orthogonalized_equals_scipy(script, shape):
+    """The polar factor, of which SciPy takes the singular values apart."""
+    noise = jax.random.normal(jax.random.key(0), shape)
+    expected, _ = scipy.linalg.polar(np.asarray(noise, np.float64))
+    np.testing.assert_allclose(script.orthogonalized(noise), expected, atol=1e-4)
 
 
 @once("init_mlp")
