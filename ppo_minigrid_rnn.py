@@ -2038,14 +2038,15 @@ def program(args, function, level=2, **options):
     """Jits function(args, ...) as a function of `input_numbers` and what else it takes.
 
     On a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
-    default, and compile sooner. What runs once is done soonest with 0.
+    default, and compile sooner. What runs once is done soonest with 0. XLA_FLAGS may set another.
     """
 
     @functools.wraps(function)  # its name appears in profiles
     def with_numbers(numbers, *inputs):
         return function(dataclasses.replace(args, **numbers), *inputs)
 
-    if jax.default_backend() == "cpu":
+    is_set = "optimization_level" in os.environ.get("XLA_FLAGS", "")
+    if jax.default_backend() == "cpu" and not is_set:
         options["compiler_options"] = {"xla_backend_optimization_level": level}
     return jax.jit(with_numbers, **options)
 
