@@ -55,25 +55,25 @@ COMPARED_WITH_CPU = {
 LEARNING = {
     "CartPole 4,096": (
         CARTPOLE,
-        dict(num_envs=4096, num_minibatches=16, total_timesteps=20_000_000),
+        dict(num_envs=4096, num_minibatches=16, total_timesteps=20e6),
         ("eval_return_mean", 475),
     ),
     "swing-up 1,024": (SWINGUP, dict(num_envs=1024), ("eval_success_random", 0.95)),
     "MiniGrid DoorKey-6x6 1,024": (
         MINIGRID,
-        dict(env_id="DoorKey-6x6", num_envs=1024, total_timesteps=8_000_000),
+        dict(env_id="DoorKey-6x6", num_envs=1024, total_timesteps=8e6),
         ("success_rate", 0.95),
     ),
     "CartPole default": (CARTPOLE, {}, ("eval_return_mean", 475)),
     "swing-up default": (SWINGUP, {}, ("eval_success_random", 0.95)),
     "MiniGrid DoorKey-6x6": (
         MINIGRID,
-        dict(env_id="DoorKey-6x6", total_timesteps=1_000_000),
+        dict(env_id="DoorKey-6x6", total_timesteps=1e6),
         ("success_rate", 0.95),
     ),
     "Atari Pong 64": (  # by the games of training: an evaluation takes minutes
         ATARI,
-        dict(env_id="Pong-v5", num_envs=64, num_minibatches=16, total_timesteps=10_000_000),
+        dict(env_id="Pong-v5", num_envs=64, num_minibatches=16, total_timesteps=10e6),
         ("charts/episodic_return", 18),
     ),
 }
@@ -100,7 +100,7 @@ def flags_of(choice, name, flags):
     """These flags, in a trial with tiny sizes."""
     if not choice.smoke:
         return flags
-    sizes = dict(num_envs=8, num_steps=8, num_minibatches=2, update_epochs=1, total_timesteps=128)
+    sizes = dict(num_envs=8, num_steps=8, num_minibatches=2, update_epochs=1, total_timesteps=128.0)
     sizes |= dict(rnn_hidden_dim=8, head_hidden_dim=8) if name == MINIGRID else {}
     sizes |= dict(max_episode_steps=20) if name == ATARI else {}
     return flags | sizes | dict(eval_episodes=4)
@@ -150,7 +150,9 @@ def like_cpu(choice, name):
     inputs, updates = (state,), 3
     if envs is not None:
         inputs, updates = jax.jit(functools.partial(script.rollout, args, envs))(state), 1
-        update = functools.partial(script.over_seeds, functools.partial(script.learn, args))
+        update = lambda args, *inputs: script.over_seeds(
+            functools.partial(script.learn, args), *inputs
+        )
     found = {}
     for kind in ("gpu", "cpu"):
         where = jax.local_devices(backend="cpu" if kind == "cpu" or choice.smoke else None)[0]
@@ -160,7 +162,7 @@ def like_cpu(choice, name):
             jax.default_device(where),
         ):
             (state, *others), found[kind] = jax.device_put(inputs, where), []
-            step = jax.jit(lambda *inputs: update(*inputs))  # traced anew
+            step = jax.jit(lambda *inputs: update(args, *inputs))  # traced anew
             for _ in range(updates):
                 state, metrics = step(state, *others)
                 found[kind].append(jax.device_get((state.params, metrics)))
@@ -178,10 +180,9 @@ def learning(choice, name, flags, aim):
     args, state, update, envs = sps.prepare(script, **flags_of(choice, name, length | flags))
     score, threshold = aim
     start = time.perf_counter()
-    run_update = jax.jit(update, donate_argnums=0).lower(state).compile()
+    run_update = sps.compiled(script, args, update, state, donate_argnums=1)
     if envs is None:
-        evaluate = jax.jit(functools.partial(script.evaluate_seeds, args))
-        evaluate = evaluate.lower(state.params).compile()
+        evaluate = sps.compiled(script, args, script.evaluate_seeds, state.params)
     row = {"flags": flags, "aim": aim, "solved": False, "points": []}
     row["compile_seconds"] = time.perf_counter() - start
     done, seconds = 0, 0.0  # of training alone

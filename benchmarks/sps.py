@@ -91,18 +91,25 @@ def parse_fields(words):
 
 
 def prepare(script, wrap_pool=lambda envs: envs, **changes):
-    """(args, state, update, envs): agents before training and their update, not yet jitted.
+    """(args, state, update, envs): agents before training and their `update(args, state)`.
 
     `envs` are Atari's emulators, else None. A program that steps them does not keep them alive; the
     caller has to.
     """
-    args = script.Args(**{"total_timesteps": 10**12, **changes})
-    state = jax.jit(functools.partial(script.init_states, args))()
+    args = script.Args(**{"total_timesteps": 1e12, **changes})
+    state = script.program(args, script.init_states, level=0)(script.input_numbers(args))
     if not hasattr(script, "make_pool"):
-        return args, state, functools.partial(script.update_seeds, args), None
+        return args, state, script.update_seeds, None
     envs = wrap_pool(script.make_env(args))
     state = script.start_games(args, envs, state)
-    return args, state, functools.partial(script.update, args, envs), envs
+    return args, state, lambda args, state: script.update(args, envs, state), envs
+
+
+def compiled(script, args, function, *inputs, **options):
+    """function(args, ...) compiled as the script's `main` does it, a function of such inputs."""
+    numbers = script.input_numbers(args)
+    run = script.program(args, function, **options).lower(numbers, *inputs).compile()
+    return functools.partial(run, numbers)
 
 
 def ours(name, wrap_pool=lambda envs: envs, **changes):
@@ -110,7 +117,7 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     script = importlib.import_module(name)
     args, state, update, envs = prepare(script, wrap_pool, **changes)
     start = time.perf_counter()
-    run_update = jax.jit(update, donate_argnums=0).lower(state).compile()
+    run_update = compiled(script, args, update, state, donate_argnums=1)
     facts = {"compile_seconds": time.perf_counter() - start}
     carry, kept = [state], [envs]
 
