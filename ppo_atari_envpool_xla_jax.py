@@ -118,6 +118,8 @@ class Args:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """its user or team"""
+    cpu_cores: tyro.conf.Fixed[int] = len(os.sched_getaffinity(0))
+    """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
     env_id: str = "Breakout-v5"
@@ -250,10 +252,21 @@ def make_pool(args, seeds, *, episodic_life, reward_clip, **options):
 def make_env(args):
     """The pool for training: the environments of all agents.
 
-    An environment of your own has what EnvPool's gymnasium interface has: `reset()`, `step()`,
-    `xla()`, and in `info` "reward", "terminated" and "lives". It must reset late, as `rollout`
-    draws it. With it change OBS_SHAPE, OBS_DTYPE, `count_actions`, `check_game`, the evaluation's
-    pool and the network.
+    Another of EnvPool's families, Procgen say, or an environment of your own with EnvPool's
+    gymnasium interface (`reset()`, `step()`, `xla()`; it must reset late, as `rollout` draws it)
+    replaces what is Atari's alone:
+
+    | where                    | what                                                            |
+    | ------------------------ | --------------------------------------------------------------- |
+    | OBS_SHAPE, OBS_DTYPE     | an observation's                                                |
+    | `check_game`             | which ids there are                                             |
+    | `count_actions`          | number of actions                                               |
+    | `make_pool`              | EnvPool's options                                               |
+    | `rollout`, `evaluate`    | info["reward"], ["terminated"], ["lives"]: lives within a game  |
+    | `NatureCNN`              | the network, made for frames of 84 x 84                         |
+    | `record_video`           | a pool with colours, frames of 210 x 160                        |
+
+    The memory of a recurrent agent is to be reset at the first step after one that is not `valid`.
     """
     return make_pool(args, env_seeds(args, args.num_envs), episodic_life=True, reward_clip=True)
 
@@ -306,10 +319,11 @@ def pixels_first(obs):
 
     The transpose moves words of four pixels, which is faster than bytes.
     """
+    if not isinstance(obs.shape[0], int):  # a symbol of `jax.export`, which forbids the words
+        return obs.transpose(1, 2, 3, 0).astype(jnp.float32)
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
-    words = words.transpose(1, 2, 3, 0)
     # Without this barrier XLA would merge the transpose into later copies, of bytes again.
-    words = jax.lax.optimization_barrier(words)
+    words = jax.lax.optimization_barrier(words.transpose(1, 2, 3, 0))
     shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[:, None]  # the first pixel comes lowest
     pixels = words[..., None, :] >> shifts & 255
     return pixels.reshape(*obs.shape[1:], -1).astype(jnp.float32)
@@ -378,7 +392,7 @@ class NatureCNN(nn.Module):
             kernel = self.param(f"conv{i}", orthogonal(math.sqrt(2)), shape)
             bias = self.param(f"conv{i}_bias", nn.initializers.zeros, (features,))
             x = nn.relu(convolve(x, kernel, stride) + bias[:, None, None, None])
-        x = x.transpose(3, 1, 2, 0).reshape(len(obs), -1)  # [M, Y * X * F]
+        x = x.transpose(3, 1, 2, 0).reshape(obs.shape[0], -1)  # [M, Y * X * F]
         x = nn.relu(nn.Dense(512, kernel_init=orthogonal(math.sqrt(2)), name="dense")(x))
         logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01), name="actor")(x)
         value = nn.Dense(1, kernel_init=orthogonal(1.0), name="critic")(x)
@@ -555,10 +569,8 @@ def rollout(args, envs, state):
         # EnvPool hands the handle on only to keep the steps in order: the pool is compiled in.
         handle, outcome = pool_step(handle, action.reshape(-1))
         obs, reward, terminated, truncated, info = outcome
-        score = by_agent(info["reward"])
-        game_over = by_agent(info["terminated"]) > 0
-        lives = by_agent(info["lives"])
-        truncated = by_agent(truncated)
+        score, over, lives = (by_agent(info[key]) for key in ("reward", "terminated", "lives"))
+        game_over, truncated = over > 0, by_agent(truncated)
         # A life or game that the very step of the time limit ends is only truncated to EnvPool. But
         # it has no future: that it terminated is what counts.
         life_lost = game_over | (lives < env_state.lives)
@@ -574,16 +586,8 @@ def rollout(args, envs, state):
         # Then a step that resets finds more lives than the running game had.
         unnoticed = (lives > env_state.lives) & (stats.running_length > 0)
         stats = restart_ended(jnp.where(valid, game_over | truncated, unnoticed), stats)
-        transition = Transition(
-            obs=env_state.obs,
-            action=action,
-            log_prob=log_prob,
-            value=value,
-            reward=by_agent(reward),
-            terminated=terminated,
-            truncated=truncated,
-            valid=valid,
-        )
+        made = by_agent(reward), terminated, truncated, valid
+        transition = Transition(env_state.obs, action, log_prob, value, *made)
         env_state = EnvState(obs=by_agent(obs), done=terminated | truncated, lives=lives)
         return (handle, env_state, stats), transition
 
@@ -895,15 +899,8 @@ def learn(args, state, trajectory):
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
-    batch = Batch(
-        obs=trajectory.obs,
-        action=trajectory.action,
-        log_prob=trajectory.log_prob,
-        value=value,
-        advantage=advantage,
-        target=target,
-        valid=trajectory.valid,
-    )
+    sampled = trajectory.obs, trajectory.action, trajectory.log_prob
+    batch = Batch(*sampled, value, advantage, target, trajectory.valid)
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [B, ...]
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
@@ -921,10 +918,8 @@ def learn(args, state, trajectory):
         "charts/episodic_return": mean_of_ended(state.stats.last_return),
         "charts/episodic_length": mean_of_ended(state.stats.last_length),
     }
-    state = state._replace(
-        params=params, opt_state=opt_state, key=next_key, update=state.update + 1
-    )
-    return state, metrics
+    state = state._replace(params=params, opt_state=opt_state, update=state.update + 1)
+    return state._replace(key=next_key), metrics
 
 
 # ==================================================================================================
@@ -935,7 +930,7 @@ def learn(args, state, trajectory):
 class Evaluation(NamedTuple):
     """Games in fresh emulators, and what it takes to play the first one again."""
 
-    episode_return: np.ndarray  # [K, E], raw scores of whole games
+    episode_return: np.ndarray  # [K, E], raw scores of whole games; NaN of agents with others
     episode_length: np.ndarray  # [K, E], the agent's steps
     actions: list  # of the first agent's first game, those that EnvPool ignored included
 
@@ -972,8 +967,8 @@ def evaluate(args, act, params):
     obs, info = envs.reset()
     episode_return = np.zeros(len(obs))
     episode_length = np.zeros(len(obs), int)
-    running = np.ones(len(obs), bool)  # this game is not over
-    valid = np.ones(len(obs), bool)  # this step is not one that only resets
+    # Whether the game is not over, and whether the step is not one that only resets.
+    running, valid = np.ones((2, len(obs)), bool)
     actions = []
     step = 0
     while running.any():
@@ -989,8 +984,9 @@ def evaluate(args, act, params):
         running &= ~np.where(valid, game_over, info["lives"] > lives)
         valid = ~(terminated | truncated)
         step += 1
+    healthy = np.isfinite(jax.vmap(lambda agent: ravel_pytree(agent)[0])(params)).all(1)
     return Evaluation(
-        episode_return=episode_return.reshape(shape),
+        episode_return=np.where(healthy[:, None], episode_return.reshape(shape), np.nan),
         episode_length=episode_length.reshape(shape),
         actions=actions,
     )
@@ -1018,6 +1014,8 @@ def record_video(args, evaluation, path):
             for action in evaluation.actions:
                 obs, *_ = envs.step(np.array([action]))
                 writer.append_data(frame(obs))
+    if not path.stat().st_size:  # ffmpeg may fail without a word
+        raise OSError(f"{path} is empty")
     return path
 
 
@@ -1101,8 +1099,9 @@ def writing(path):
 
 def write_file(path, content):
     """Writes bytes to a file that nobody sees half-written."""
-    with writing(path):
-        temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)  # whatever a full disk has taken of it
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1183,13 +1182,18 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for flags that cannot work."""
-    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
-    for name in f"{positive} checkpoint_interval eval_episodes max_episode_steps".split():
-        if getattr(args, name) < 1:
-            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.seed <= 2**32 - args.num_seeds:
-        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    """Raises `Problem` for flags that cannot work. Those that you delete may stay listed here."""
+    counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    counts = f"{counts} checkpoint_interval eval_episodes".split()
+    positive = "learning_rate clip_coef vf_coef max_grad_norm adam_eps".split()
+    limits = dict.fromkeys(counts, (1, math.inf)) | dict.fromkeys(positive, (0, math.inf))
+    limits |= dict.fromkeys(("gamma", "gae_lambda", "repeat_action_probability"), (0, 1))
+    limits |= {"seed": (0, 2**32 - args.num_seeds), "max_episode_steps": (1, 2**31 - 1)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(args, name, low) <= high:  # so NaN is refused, too
+            raise Problem(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if "/" in args.exp_name:
+        raise Problem("--exp-name is part of a folder's name: no slashes")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
     if not args.num_updates >= 1:
@@ -1215,11 +1219,13 @@ def parse_args(words=None):
     if args.resume is not None or args.eval is not None:
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-        args = tyro.cli(Args, args=words, default=saved)
+        here = dataclasses.replace(saved, cpu_cores=Args.cpu_cores)
+        args = tyro.cli(Args, args=words, default=here)
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+        # Steps done are updates times batch size.
+        for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name) != getattr(saved, name):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
@@ -1233,7 +1239,9 @@ def use_compilation_cache():
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    folder = pathlib.Path(os.path.expanduser("~/.cache/jax-ppo"))
+    if not folder.is_absolute():
+        return print("warning: no home folder, so no compilation cache", file=sys.stderr)
     for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
         if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
             entry.unlink(missing_ok=True)  # write no more entries beside it
@@ -1393,27 +1401,40 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]."""
+    """{name: [K]} of an `Evaluation` of [K, ...]; NaN of agents whose returns are."""
     returns, lengths = jax.device_get((evaluation.episode_return, evaluation.episode_length))
-    return {
+    scores = {
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
     }
+    return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
+
+
+def healthy_mean(values):
+    """Mean over seeds [K] without those that are NaN; NaN where all are."""
+    return values[np.isfinite(values)].mean() if np.isfinite(values).any() else math.nan
 
 
 def evaluation_summary(args, scores):
-    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
-    means = {name: float(values.mean()) for name, values in scores.items()}
-    per_seed = {name: values.tolist() for name, values in scores.items()}
-    how = {"eval_mode": args.eval_mode, "eval_protocol": args.eval_protocol}
-    return {"eval_episodes": args.eval_episodes, **how, **means, "per_seed": per_seed}
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed.
+
+    NaN is null there, as strict JSON has no word for it.
+    """
+    null = lambda value: float(value) if np.isfinite(value) else None
+    means = {name: null(healthy_mean(values)) for name, values in scores.items()}
+    per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
+    setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
+    setting["eval_protocol"] = args.eval_protocol
+    return {**setting, **means, "per_seed": per_seed}
 
 
 def describe(args, scores):
     """The result of an evaluation in a few words."""
-    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    numbers = {name.removeprefix("eval_"): healthy_mean(x) for name, x in scores.items()}
     text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
+    text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
     return f"{args.eval_episodes} {args.eval_mode} episodes ({args.eval_protocol} protocol): {text}"
 
 

@@ -91,7 +91,9 @@ class Args:
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 100
-    """greedy episodes of an evaluation, each in an environment of its own"""
+    """episodes of an evaluation, each in an environment of its own"""
+    eval_mode: Literal["greedy", "sampled"] = "greedy"
+    """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
@@ -106,10 +108,14 @@ class Args:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """its user or team"""
+    cpu_cores: tyro.conf.Fixed[int] = len(os.sched_getaffinity(0))
+    """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
     env_id: Literal["CartPole-v1"] = "CartPole-v1"
     """the only environment of this script; see make_env"""
+    kinematics_integrator: Literal["euler", "semi-implicit"] = "euler"
+    """whether positions advance with the velocities before or after the step"""
     num_envs: int = 64
     """parallel environments of each agent"""
 
@@ -188,7 +194,8 @@ class CartPole:
 
     An environment of your own needs the same: `reset`, `step`, `observe`, `num_actions`,
     `max_episode_steps` and, for videos, `render`. States are trees of arrays, `terminated` is a
-    bool. Neither time limit nor reset belong inside: `rollout` takes care of both.
+    bool. Neither time limit nor reset belong inside: `rollout` takes care of both. What a method
+    `metrics(state)` -> {name: []} says of the state after each step is logged as env/<name>.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -199,12 +206,13 @@ class CartPole:
     tau: float = 0.02  # s per step
     x_limit: float = 2.4  # m
     theta_limit: float = 12 * math.pi / 180  # rad
+    kinematics_integrator: str = "euler"  # or "semi-implicit"
     num_actions: int = 2
     max_episode_steps: int = 500
 
     def reset(self, key):
         """A start state, drawn with a PRNG key."""
-        x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+        x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), jnp.float32, -0.05, 0.05)
         return CartPoleState(x=x, x_dot=x_dot, theta=theta, theta_dot=theta_dot)
 
     def step(self, key, state, action):
@@ -217,8 +225,9 @@ class CartPole:
             theta_acc  = (g sin(theta) - cos(theta) push) / (l (4/3 - m cos(theta)^2 / M))
             x_acc      = push - m l theta_acc cos(theta) / M
 
-        integrated by explicit Euler steps: positions advance with the velocities before the step.
-        `key` is for environments with random transitions; this one has none.
+        integrated by explicit Euler steps: positions advance with the velocities before the step,
+        semi-implicitly with those after it. `key` is for environments with random transitions; this
+        one has none.
         """
         x, x_dot, theta, theta_dot = state
         force = jnp.where(action == 1, self.force, -self.force)
@@ -229,15 +238,13 @@ class CartPole:
         theta_acc = (self.gravity * sin - cos * push) / effective_length
         x_acc = push - self.mass_pole * self.half_length * theta_acc * cos / total_mass
 
-        new_state = CartPoleState(
-            x=x + self.tau * x_dot,
-            x_dot=x_dot + self.tau * x_acc,
-            theta=theta + self.tau * theta_dot,
-            theta_dot=theta_dot + self.tau * theta_acc,
-        )
-        off_track = jnp.abs(new_state.x) > self.x_limit
-        fallen = jnp.abs(new_state.theta) > self.theta_limit
-        return new_state, jnp.ones_like(x), off_track | fallen
+        new_x_dot, new_theta_dot = x_dot + self.tau * x_acc, theta_dot + self.tau * theta_acc
+        if self.kinematics_integrator == "semi-implicit":
+            x_dot, theta_dot = new_x_dot, new_theta_dot
+        x, theta = x + self.tau * x_dot, theta + self.tau * theta_dot
+        new_state = CartPoleState(x=x, x_dot=new_x_dot, theta=theta, theta_dot=new_theta_dot)
+        terminated = (jnp.abs(x) > self.x_limit) | (jnp.abs(theta) > self.theta_limit)
+        return new_state, jnp.ones_like(x), terminated
 
     def observe(self, state):
         """The observation [4] of a state."""
@@ -266,7 +273,7 @@ class CartPole:
 
 def make_env(args):
     """The environment; the only place that names it."""
-    return CartPole()
+    return CartPole(kinematics_integrator=args.kinematics_integrator)
 
 
 # ==================================================================================================
@@ -328,9 +335,10 @@ def init_mlp(key, sizes, head_gain):
     where learning begins: 0.01 gives nearly the same policy in all states.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)))  # one draw for all layers
+    # One draw for all layers.
+    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)), jnp.float32)
     return [
-        {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros((fan_out, 1))}
+        {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros_like(x[:fan_out, :1])}
         for gain, x, fan_in, fan_out in zip(gains, noise, sizes, sizes[1:])
     ]
 
@@ -367,7 +375,7 @@ def forward(args, params, obs):
     Of pictures take patches and a product (README, "Image observations"): on a CPU XLA's gradient
     of a convolution inside `lax.scan` is a slow loop.
     """
-    x = obs.reshape(len(obs), -1).astype(jnp.float32).T  # [O, M], see `mlp`
+    x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     logits = mlp(params["actor"], x)  # [A, M]
     value = mlp(params["critic"], x)  # [1, M]
     return Categorical(logits=logits.T), value[0]
@@ -418,8 +426,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
     count = state.count + 1
     m = beta1 * state.m + (1 - beta1) * g
     v = beta2 * state.v + (1 - beta2) * g**2
-    m_hat = m / (1 - beta1**count)
-    v_hat = v / (1 - beta2**count)
+    m_hat = m / (1 - beta1 ** jnp.float32(count))
+    v_hat = v / (1 - beta2 ** jnp.float32(count))
     step = unravel(learning_rate * m_hat / (jnp.sqrt(v_hat) + args.adam_eps))
     return jax.tree.map(jnp.subtract, params, step), AdamState(m=m, v=v, count=count), norm
 
@@ -454,6 +462,7 @@ class Transition(NamedTuple):
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], the true successor, before any reset
+    info: dict  # {name: [N]}, what the environment says of itself: `env_metrics`
 
 
 class Batch(NamedTuple):
@@ -509,6 +518,11 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
+def env_metrics(env, states):
+    """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
+    return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
+
+
 def gpu_unroll(steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -540,8 +554,8 @@ def rollout(args, env, params, env_state, stats, key):
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
+        check_one_each(args.num_envs, reward=reward, terminated=terminated)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -549,14 +563,9 @@ def rollout(args, env, params, env_state, stats, key):
         )
         truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
         done = terminated | truncated
+        next_obs, info = jax.vmap(env.observe)(next_state), env_metrics(env, next_state)
         transition = Transition(
-            obs=obs,
-            action=action,
-            log_prob=log_prob,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            next_obs=jax.vmap(env.observe)(next_state),
+            obs, action, log_prob, reward, terminated, truncated, next_obs, info
         )
 
         # --- Then begin a new one ---
@@ -850,14 +859,7 @@ def update(args, state):
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
-    batch = Batch(
-        obs=trajectory.obs,
-        action=trajectory.action,
-        log_prob=trajectory.log_prob,
-        value=value,
-        advantage=advantage,
-        target=target,
-    )
+    batch = Batch(trajectory.obs, trajectory.action, trajectory.log_prob, value, advantage, target)
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
@@ -872,16 +874,10 @@ def update(args, state):
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
         "charts/episodic_length": mean_of_ended(stats.last_length),
+        **{f"env/{name}": x.mean() for name, x in trajectory.info.items()},
     }
-    state = TrainState(
-        params=params,
-        opt_state=opt_state,
-        env_state=env_state,
-        stats=stats,
-        key=next_key,
-        update=state.update + 1,
-    )
-    return state, metrics
+    state = state._replace(params=params, opt_state=opt_state, update=state.update + 1)
+    return state._replace(env_state=env_state, stats=stats, key=next_key), metrics
 
 
 def train(args, key):
@@ -897,9 +893,8 @@ def train(args, key):
 
     charts/episodic_return is -inf until an episode has ended.
     """
-    state = init_train_state(args, key)
-    length = int(args.num_updates)
-    return jax.lax.scan(lambda state, _: update(args, state), state, length=length)
+    step, length = lambda state, _: update(args, state), int(args.num_updates)
+    return jax.lax.scan(step, init_train_state(args, key), length=length)
 
 
 # ==================================================================================================
@@ -908,35 +903,48 @@ def train(args, key):
 
 
 class Evaluation(NamedTuple):
-    """Greedy episodes in fresh environments, and what it takes to draw the first one."""
+    """Episodes in fresh environments, and what it takes to draw the first one."""
 
-    episode_return: jax.Array  # [E]
+    episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
+    info: dict  # {name: [E]}, means over an episode of what the environment says of itself
     states: CartPoleState  # of [L + 1], of the first episode; after its end its last one repeats
 
 
 def evaluate(args, params, key):
-    """One greedy episode of one agent in each of E fresh environments: an `Evaluation`."""
+    """One episode of one agent in each of E fresh environments: an `Evaluation`.
+
+    Actions are the most likely ones or drawn (`eval_mode`).
+    """
     env = make_env(args)
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
 
     def env_step(carry, key):
-        state, running = carry
+        state, playing = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(key, args.eval_episodes)
-        next_state, reward, terminated = jax.vmap(env.step)(keys, state, dist.mode())
-        state = select(running, next_state, state)
+        keys = jax.random.split(key, args.eval_episodes + 1)
+        action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
+        next_state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
+        state = select(playing, next_state, state)
         first_state = jax.tree.map(lambda x: x[0], state)
-        return (state, running & ~terminated), (jnp.where(running, reward, 0), running, first_state)
+        seen = reward, playing, env_metrics(env, next_state), first_state
+        return (state, playing & ~terminated), seen
 
     carry = start_state, jnp.ones(args.eval_episodes, bool)
     keys = jax.random.split(step_key, env.max_episode_steps)
-    _, (reward, running, first_states) = jax.lax.scan(env_step, carry, keys)
+    _, (reward, playing, info, first_states) = jax.lax.scan(env_step, carry, keys)
     states = jax.tree.map(
         lambda start, later: jnp.concatenate([start[:1], later]), start_state, first_states
     )
-    return Evaluation(episode_return=reward.sum(0), episode_length=running.sum(0), states=states)
+    total = lambda x: jnp.where(playing, x, 0).sum(0)  # over the steps of each episode
+    healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
+    return Evaluation(
+        episode_return=jnp.where(healthy, total(reward), jnp.nan),
+        episode_length=playing.sum(0),
+        info={name: total(x) / playing.sum(0) for name, x in info.items()},
+        states=states,
+    )
 
 
 def record_video(args, evaluation, path):
@@ -1042,8 +1050,9 @@ def writing(path):
 
 def write_file(path, content):
     """Writes bytes to a file that nobody sees half-written."""
-    with writing(path):
-        temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)  # whatever a full disk has taken of it
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1124,13 +1133,17 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for flags that cannot work."""
-    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
-    for name in f"{positive} checkpoint_interval eval_episodes".split():
-        if getattr(args, name) < 1:
-            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.seed <= 2**32 - args.num_seeds:
-        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    """Raises `Problem` for flags that cannot work. Those that you delete may stay listed here."""
+    counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    counts = f"{counts} checkpoint_interval eval_episodes".split()
+    positive = "learning_rate clip_coef vf_coef max_grad_norm adam_eps".split()
+    limits = dict.fromkeys(counts, (1, math.inf)) | dict.fromkeys(positive, (0, math.inf))
+    limits |= {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - args.num_seeds)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(args, name, low) <= high:  # so NaN is refused, too
+            raise Problem(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if "/" in args.exp_name:
+        raise Problem("--exp-name is part of a folder's name: no slashes")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
     if not args.num_updates >= 1:
@@ -1155,11 +1168,13 @@ def parse_args(words=None):
     if args.resume is not None or args.eval is not None:
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-        args = tyro.cli(Args, args=words, default=saved)
+        here = dataclasses.replace(saved, cpu_cores=Args.cpu_cores)
+        args = tyro.cli(Args, args=words, default=here)
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+        # Steps done are updates times batch size.
+        for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name) != getattr(saved, name):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
@@ -1173,7 +1188,9 @@ def use_compilation_cache():
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    folder = pathlib.Path(os.path.expanduser("~/.cache/jax-ppo"))
+    if not folder.is_absolute():
+        return print("warning: no home folder, so no compilation cache", file=sys.stderr)
     for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
         if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
             entry.unlink(missing_ok=True)  # write no more entries beside it
@@ -1319,27 +1336,41 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]."""
-    returns, lengths = jax.device_get((evaluation.episode_return, evaluation.episode_length))
-    return {
+    """{name: [K]} of an `Evaluation` of [K, ...]; NaN of agents whose returns are."""
+    returns, lengths, info = jax.device_get(evaluation[:3])
+    scores = {
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
+        **{f"eval_{name}": x.mean(1) for name, x in info.items()},
     }
+    return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
+
+
+def healthy_mean(values):
+    """Mean over seeds [K] without those that are NaN; NaN where all are."""
+    return values[np.isfinite(values)].mean() if np.isfinite(values).any() else math.nan
 
 
 def evaluation_summary(args, scores):
-    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
-    means = {name: float(values.mean()) for name, values in scores.items()}
-    per_seed = {name: values.tolist() for name, values in scores.items()}
-    return {"eval_episodes": args.eval_episodes, **means, "per_seed": per_seed}
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed.
+
+    NaN is null there, as strict JSON has no word for it.
+    """
+    null = lambda value: float(value) if np.isfinite(value) else None
+    means = {name: null(healthy_mean(values)) for name, values in scores.items()}
+    per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
+    setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
+    return {**setting, **means, "per_seed": per_seed}
 
 
 def describe(args, scores):
     """The result of an evaluation in a few words."""
-    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    numbers = {name.removeprefix("eval_"): healthy_mean(x) for name, x in scores.items()}
     text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-    return f"{args.eval_episodes} greedy episodes: {text}"
+    failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
+    text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
+    return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
 
 
 def try_video(args, evaluation, path):

@@ -166,6 +166,8 @@ class Args:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """its user or team"""
+    cpu_cores: tyro.conf.Fixed[int] = len(os.sched_getaffinity(0))
+    """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
     env_id: str = "MiniGrid-Empty-8x8-v0"
@@ -175,7 +177,7 @@ class Args:
     benchmark_id: str | None = None
     """XLand-MiniGrid's tasks: the name of one of its benchmarks, or a file"""
     ruleset_id: int | None = None
-    """number of the task in the benchmark; without it, every level has a random one"""
+    """number of the task in the benchmark; else every level has a random one of the first 10,000"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
     num_envs: int = 64
@@ -245,6 +247,9 @@ class Args:
 # ==================================================================================================
 # Environment
 # ==================================================================================================
+
+# With an environment of your own delete this section but for `Trials` and `make_env`, which says
+# what it needs, and the Catalogue at the end of the file.
 
 # --- Cells and words ---
 
@@ -497,12 +502,6 @@ class MiniGrid:
     Evaluation counts an episode as a success if its return is positive. A reward of your own for
     the way there would spoil that number: add it to the rewards of the trajectory in `update`, for
     the learner only, as benchmarks/minigrid_count_bonus.py does.
-
-    An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
-    `max_episode_steps`, `code_sizes`, and for videos `width` and `render(state, tile_size)`. States
-    and observations may have any structure, but `ActorCritic` and the check in `forward` take this
-    one's observations. An image of other codes needs only other `code_sizes`, as in `XLand`. The
-    reward is float32, `terminated` a bool. Time limit and reset are `rollout`'s.
     """
 
     env_id: str
@@ -522,7 +521,9 @@ class MiniGrid:
 
     def reset(self, key):
         """A start state, drawn with a PRNG key from Farama's distribution of levels."""
-        level = self.level(self, Uniforms(jax.random.uniform(key, (num_uniforms(self),))))
+        level = self.level(
+            self, Uniforms(jax.random.uniform(key, (num_uniforms(self),), jnp.float32))
+        )
         return GridState(
             grid=level.grid,
             position=jnp.int32(level.position),
@@ -709,8 +710,9 @@ class MiniGrid:
         """
         return self.sentence.format(*(WORDS[number] for number in np.asarray(state.mission, int)))
 
-    def render(self, state, tile_size=32):
+    def render(self, state, tile_size=None):
         """Draws a state on the host, what the agent sees brighter; uint8 [rows, columns, 3]."""
+        tile_size = tile_size or 320 // self.width
         position, direction = int(state.position), int(state.direction)
         shown = view_table(self.width, self.height)[position * 4 + direction]
         is_seen = np.asarray(self.view(state)).ravel() != UNSEEN
@@ -836,9 +838,9 @@ class Trials:
         """What the agent sees of a state, and whether the last step ended an episode."""
         return {**self.env.observe(state.env_state), "restarted": state.restarted}
 
-    def render(self, state, tile_size=32):
+    def render(self, state):
         """Draws a state on the host."""
-        return self.env.render(state.env_state, tile_size)
+        return self.env.render(state.env_state)
 
 
 def full_id(text):
@@ -869,7 +871,15 @@ def find_env(env_id):
 
 
 def make_env(args):
-    """The environment of the flags; nothing else chooses one. `Problem` for an unknown id."""
+    """The environment of the flags; nothing else chooses one. `Problem` for an unknown id.
+
+    An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
+    `max_episode_steps` and, for videos, `render(state)`. States and observations may be any trees
+    of arrays: what the agent makes of the latter is written in `encode`. The reward is float32,
+    `terminated` a bool. Neither time limit nor reset belong inside: `rollout` takes care of both.
+    What a method `metrics(state)` -> {name: []} says of the state after each step is logged as
+    env/<name>. README has an example.
+    """
     if args.env_id.startswith(XLAND):
         env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     else:
@@ -917,9 +927,10 @@ class Categorical(NamedTuple):
 class Inputs(NamedTuple):
     """What the agent takes in during T steps of M environments."""
 
-    # {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]), "direction": [T, M]}, and of some
-    # environments {"mission": [T, M, any]}, indices into WORDS; of `Trials` {"restarted": [T, M]}
-    obs: dict
+    # Whatever `encode` takes; of MiniGrid {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]),
+    # "direction": [T, M]}, and of some of its environments {"mission": [T, M, any]}, indices into
+    # WORDS; of `Trials` {"restarted": [T, M]}
+    obs: Any
     prev_action: jax.Array  # [T, M], the action before
     prev_reward: jax.Array  # [T, M], and its reward
     start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
@@ -961,7 +972,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x):
         w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
-        b = self.param("b", self.bias_init, (self.features, 1))
+        b = self.param("b", self.bias_init, (self.features, 1), jnp.float32)
         # All axes after the first as one: with more, XLA on a CPU transposes x before the product.
         flat = x.astype(jnp.float32).reshape(len(x), -1)
         return (w @ flat + b).reshape(-1, *x.shape[1:])
@@ -1051,9 +1062,9 @@ class GRU(nn.Module):
     def __call__(self, x, h, start):
         """x [F, M, T], h [H, M] before the first step, start [T, M] -> h after each, [H, M, T]."""
 
-        def spans_init(key, shape):
-            spans = jax.random.uniform(key, (self.size, 1), minval=1.0, maxval=self.max_span)
-            bias = jnp.zeros(shape)
+        def spans_init(key, shape, dtype):
+            spans = jax.random.uniform(key, (self.size, 1), dtype, 1.0, self.max_span)
+            bias = jnp.zeros(shape, dtype)
             return bias.at[self.size : 2 * self.size].set(jnp.log(spans))
 
         # The inputs' share of all steps is one product; only the rest must go step by step.
@@ -1063,7 +1074,7 @@ class GRU(nn.Module):
         u_reset = self.param("u_reset", orthogonal(1.0), square)
         u_keep = self.param("u_keep", orthogonal(1.0), square)
         u_new = self.param("u_new", orthogonal(1.0), square)
-        c = self.param("c", nn.initializers.zeros, (self.size, 1))
+        c = self.param("c", nn.initializers.zeros, (self.size, 1), jnp.float32)
         u = jnp.concatenate([u_reset, u_keep, u_new])  # [3 H, H]
 
         def step(h, inputs):
@@ -1081,12 +1092,31 @@ class GRU(nn.Module):
         return hs.transpose(1, 2, 0)
 
 
+def encode(args, env, obs):
+    """Features [F, M, T] of observations of [T, M]: all that the agent makes of them.
+
+    For other observations write it anew; it may use flax's layers, as `ActorCritic` calls it. The
+    environments stand before the steps: as the major part of one long axis they can stay spread
+    over devices.
+    """
+    encoder = Encoder(args.img_obs, env.code_sizes, name="encoder")
+    features = [encoder(obs["image"]), jax.nn.one_hot(obs["direction"].T, 4, axis=0)]
+    if args.episodes_per_trial > 1:
+        features.append(obs["restarted"].T[None])
+    if env.observes_mission:
+        words = jax.nn.one_hot(obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
+        words = words.transpose(2, 3, 1, 0)
+        # Each word at each place of the sentence has an embedding of its own.
+        words = words.reshape(-1, *words.shape[2:])
+        features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
+    return jnp.concatenate(features)
+
+
 class ActorCritic(nn.Module):
-    """Encoder, stacked GRUs whose outputs are summed, actor and critic heads."""
+    """`encode`, stacked GRUs whose outputs are summed, actor and critic heads."""
 
     args: Args
-    num_actions: int
-    code_sizes: tuple
+    env: Any
 
     @nn.compact
     def __call__(self, inputs, rnn_state):
@@ -1095,29 +1125,15 @@ class ActorCritic(nn.Module):
         Returns logits [T, M, A], values [T, M] and the recurrent states [T, M, L, H] after each
         step.
         """
-        args = self.args
+        args, num_actions = self.args, self.env.num_actions
 
         # --- What the agent takes in at each step: [F, M, T] ---
-        # Environments before steps: as the major part of one long axis they can stay spread over
-        # devices.
-        encoder = Encoder(args.img_obs, self.code_sizes, name="encoder")
-        image = encoder(inputs.obs["image"])
-        direction = jax.nn.one_hot(inputs.obs["direction"].T, 4, axis=0)
         # Without memory there is no action before, which is a code of its own, and no reward.
-        prev_action = jnp.where(inputs.start, self.num_actions, inputs.prev_action)
-        prev_action = jax.nn.one_hot(prev_action.T, self.num_actions + 1, axis=0)
+        prev_action = jnp.where(inputs.start, num_actions, inputs.prev_action)
+        prev_action = jax.nn.one_hot(prev_action.T, num_actions + 1, axis=0)
         prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
-        features = [image, direction, prev_action, prev_reward]
-        if "restarted" in inputs.obs:
-            features.append(inputs.obs["restarted"].T[None])
-        if "mission" in inputs.obs:
-            words = jax.nn.one_hot(inputs.obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
-            words = words.transpose(2, 3, 1, 0)
-            # Each word at each place of the sentence has an embedding of its own.
-            words = words.reshape(-1, *words.shape[2:])
-            features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
-        x = jnp.concatenate(features)
+        x = jnp.concatenate([encode(args, self.env, inputs.obs), prev_action, prev_reward])
 
         # --- Memory ---
         outputs = []  # [H, M, T] of each layer
@@ -1132,7 +1148,7 @@ class ActorCritic(nn.Module):
         gain = math.sqrt(2)
         actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
         critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
-        logits = Dense(self.num_actions, 0.01, name="actor")(actor)
+        logits = Dense(num_actions, 0.01, name="actor")(actor)
         # Small too: where rewards are rare, the first errors of the critic are all that the actor
         # learns from.
         value = Dense(1, 0.01, name="critic")(critic)
@@ -1141,7 +1157,7 @@ class ActorCritic(nn.Module):
 
 def init_rnn_state(args, num_envs):
     """The recurrent state [N, L, H] before the first step; an LSTM's would be a pair of these."""
-    return jnp.zeros((num_envs, args.rnn_num_layers, args.rnn_hidden_dim))
+    return jnp.zeros((num_envs, args.rnn_num_layers, args.rnn_hidden_dim), jnp.float32)
 
 
 def init_agent(args, key, env):
@@ -1162,8 +1178,7 @@ def init_agent(args, key, env):
 
     shapes = jax.eval_shape(example_inputs)  # runs nothing
     inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    network = ActorCritic(args, env.num_actions, env.code_sizes)
-    return network.init(key, inputs, init_rnn_state(args, 1))
+    return ActorCritic(args, env).init(key, inputs, init_rnn_state(args, 1))
 
 
 def forward(args, params, inputs, rnn_state):
@@ -1180,14 +1195,13 @@ def forward(args, params, inputs, rnn_state):
     the agent would remember the wrong level, and the empty memory with which an evaluation begins
     would be one that it has hardly ever learned from.
     """
-    if inputs.start.ndim != 2 or inputs.obs["image"].ndim != 5:
+    if inputs.start.ndim != 2:
         raise ValueError(
             f"forward takes the parameters of one agent (without the axis K of `load_run`) and "
-            f"inputs of T steps in M environments, [T, M, ...], but got images of shape "
-            f"{inputs.obs['image'].shape} and starts of shape {inputs.start.shape}"
+            f"inputs of T steps in M environments, [T, M, ...], but got starts of shape "
+            f"{inputs.start.shape}"
         )
-    env = make_env(args)
-    network = ActorCritic(args, env.num_actions, env.code_sizes)
+    network = ActorCritic(args, make_env(args))
     logits, value, rnn_states = network.apply(params, inputs, rnn_state)
     return Categorical(logits=logits), value, rnn_states
 
@@ -1297,6 +1311,7 @@ class Transition(NamedTuple):
     # on, and the observation does not show the limit: its future must be estimated, not set to 0.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
+    info: dict  # {name: [N]}, what the environment says of itself: `env_metrics`
 
 
 class Batch(NamedTuple):
@@ -1392,6 +1407,11 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
+def env_metrics(env, states):
+    """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
+    return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
+
+
 def gpu_unroll(steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -1442,8 +1462,8 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
+        check_one_each(args.num_envs, reward=reward, terminated=terminated)
         next_agent_state = agent_state_after(rnn_state, action, reward)
 
         # --- Has the episode ended? ---
@@ -1457,14 +1477,9 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
             truncated_state,
             (next_env_state, next_agent_state),
         )
+        info = env_metrics(env, next_env_state)
         transition = Transition(
-            inputs=inputs,
-            action=action,
-            log_prob=log_prob,
-            value=value,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
+            inputs, action, log_prob, value, reward, terminated, truncated, info
         )
 
         # --- Then begin a new one ---
@@ -1724,7 +1739,7 @@ class TrainState(NamedTuple):
 
     params: dict
     opt_state: optax.OptState
-    env_state: GridState  # of [N]
+    env_state: Any  # of [N]
     agent_state: AgentState  # of [N]
     stats: EpisodeStats  # of [N]
     key: jax.Array  # PRNG key
@@ -1770,15 +1785,9 @@ def update(args, state):
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
-    batch = Batch(
-        inputs=trajectory.inputs,
-        rnn_state=jax.tree.map(lambda x: x[None], state.agent_state.rnn_state),
-        action=trajectory.action,
-        log_prob=trajectory.log_prob,
-        value=value,
-        advantage=advantage,
-        target=target,
-    )
+    rnn_state = jax.tree.map(lambda x: x[None], state.agent_state.rnn_state)
+    sampled = trajectory.inputs, rnn_state, trajectory.action, trajectory.log_prob
+    batch = Batch(*sampled, value, advantage, target)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
@@ -1792,17 +1801,11 @@ def update(args, state):
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
         "charts/episodic_length": mean_of_ended(stats.last_length),
+        **{f"env/{name}": x.mean() for name, x in trajectory.info.items()},
     }
-    state = TrainState(
-        params=params,
-        opt_state=opt_state,
-        env_state=env_state,
-        agent_state=agent_state,
-        stats=stats,
-        key=next_key,
-        update=state.update + 1,
-    )
-    return state, metrics
+    state = state._replace(params=params, opt_state=opt_state, update=state.update + 1)
+    state = state._replace(env_state=env_state, agent_state=agent_state)
+    return state._replace(stats=stats, key=next_key), metrics
 
 
 def train(args, key):
@@ -1818,9 +1821,8 @@ def train(args, key):
 
     charts/episodic_return is -inf until an episode has ended.
     """
-    state = init_train_state(args, key)
-    length = int(args.num_updates)
-    return jax.lax.scan(lambda state, _: update(args, state), state, length=length)
+    step, length = lambda state, _: update(args, state), int(args.num_updates)
+    return jax.lax.scan(step, init_train_state(args, key), length=length)
 
 
 # ==================================================================================================
@@ -1834,8 +1836,9 @@ class Evaluation(NamedTuple):
     S is max_episode_steps + 1; states after the end of an episode mean nothing.
     """
 
-    episode_return: jax.Array  # [E]
+    episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
+    info: dict  # {name: [E]}, means over an episode of what the environment says of itself
     states: Any  # of [S], of the first episode
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
@@ -1849,6 +1852,7 @@ class EvaluationStep(NamedTuple):
     agent_state: AgentState  # of [E]
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
+    info: dict  # {name: [E]}, sums over the steps so far
     states: Any  # of [S], of the first environment so far
 
 
@@ -1873,13 +1877,15 @@ def evaluate(args, params, key):
             action = dist.sample(jax.random.fold_in(action_key, now.t))
         keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
         env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
+        total = lambda sums, x: sums + jnp.where(now.running, x, 0)  # ended episodes are over
         return EvaluationStep(
             t=now.t + 1,
             running=now.running & ~terminated,
             env_state=env_state,
             agent_state=agent_state_after(rnn_state, action, reward),
-            episode_return=now.episode_return + jnp.where(now.running, reward, 0),
+            episode_return=total(now.episode_return, reward),
             episode_length=now.episode_length + now.running,
+            info=jax.tree.map(total, now.info, env_metrics(env, env_state)),
             states=jax.tree.map(
                 lambda states, x: states.at[now.t + 1].set(x[0]), now.states, env_state
             ),
@@ -1895,13 +1901,18 @@ def evaluate(args, params, key):
         agent_state=init_agent_state(args, num_envs),
         episode_return=jnp.zeros(num_envs, jnp.float32),
         episode_length=jnp.zeros(num_envs, jnp.int32),
+        info=jax.tree.map(
+            lambda x: jnp.zeros(num_envs, jnp.float32), env_metrics(env, start_state)
+        ),
         states=jax.tree.map(room_for_states, start_state),
     )
     # Good policies need a fraction of the time limit, so this ends with the last episode.
     end = jax.lax.while_loop(is_running, env_step, start)
+    healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
     return Evaluation(
-        episode_return=end.episode_return,
+        episode_return=jnp.where(healthy, end.episode_return, jnp.nan),
         episode_length=end.episode_length,
+        info={name: x / end.episode_length for name, x in end.info.items()},
         states=end.states,
         # Steps after the end of a trial belong to none of its episodes.
         trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else None,
@@ -1914,7 +1925,7 @@ def record_video(args, evaluation, path):
     states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
     frames = []
     for t in range(min(1000, int(evaluation.episode_length[0, 0]) + 1)):
-        image = env.render(jax.tree.map(operator.itemgetter(t), states), 320 // env.width)
+        image = env.render(jax.tree.map(operator.itemgetter(t), states))
         # A level has some 80 colours at most: each keeps its own.
         frames.append(Image.fromarray(image).quantize(256, Image.Quantize.MAXCOVERAGE))
     path = path.with_suffix(".gif")
@@ -2065,8 +2076,9 @@ def writing(path):
 
 def write_file(path, content):
     """Writes bytes to a file that nobody sees half-written."""
-    with writing(path):
-        temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)  # whatever a full disk has taken of it
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -2150,15 +2162,19 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for flags that cannot work."""
-    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    """Raises `Problem` for flags that cannot work. Those that you delete may stay listed here."""
+    counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
     sizes = "action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim"
     more = "checkpoint_interval eval_episodes num_devices episodes_per_trial"
-    for name in f"{positive} {sizes} {more}".split():
-        if getattr(args, name) < 1:
-            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.seed <= 2**32 - args.num_seeds:
-        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    counts = f"{counts} {sizes} {more}".split()
+    positive = "learning_rate clip_coef vf_coef max_grad_norm adam_eps".split()
+    limits = dict.fromkeys(counts, (1, math.inf)) | dict.fromkeys(positive, (0, math.inf))
+    limits |= {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - args.num_seeds)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(args, name, low) <= high:  # so NaN is refused, too
+            raise Problem(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if "/" in args.exp_name:
+        raise Problem("--exp-name is part of a folder's name: no slashes")
     if args.num_envs % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
     if not args.num_updates >= 1:
@@ -2192,11 +2208,13 @@ def parse_args(words=None):
     if args.resume is not None or args.eval is not None:
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-        args = tyro.cli(Args, args=words, default=saved)
+        here = dataclasses.replace(saved, cpu_cores=Args.cpu_cores)
+        args = tyro.cli(Args, args=words, default=here)
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+        # Steps done are updates times batch size.
+        for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name) != getattr(saved, name):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
@@ -2210,7 +2228,9 @@ def use_compilation_cache():
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    folder = pathlib.Path(os.path.expanduser("~/.cache/jax-ppo"))
+    if not folder.is_absolute():
+        return print("warning: no home folder, so no compilation cache", file=sys.stderr)
     for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
         if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
             entry.unlink(missing_ok=True)  # write no more entries beside it
@@ -2356,32 +2376,44 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]."""
-    returns, lengths = jax.device_get((evaluation.episode_return, evaluation.episode_length))
+    """{name: [K]} of an `Evaluation` of [K, ...]; NaN of agents whose returns are."""
+    returns, lengths, info = jax.device_get(evaluation[:3])
     scores = {
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
-        "success_rate": (returns > 0).mean(1),
+        "eval_success_rate": (returns > 0).mean(1),
+        **{f"eval_{name}": x.mean(1) for name, x in info.items()},
     }
     if evaluation.trial_returns is not None:  # of the first, second, ... episode of a trial
         rates = (jax.device_get(evaluation.trial_returns) > 0).mean(1)  # [K, C]
-        scores |= {f"success_rate_{c + 1}": rate for c, rate in enumerate(rates.T)}
-    return scores
+        scores |= {f"eval_success_rate_{c + 1}": rate for c, rate in enumerate(rates.T)}
+    return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
+
+
+def healthy_mean(values):
+    """Mean over seeds [K] without those that are NaN; NaN where all are."""
+    return values[np.isfinite(values)].mean() if np.isfinite(values).any() else math.nan
 
 
 def evaluation_summary(args, scores):
-    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
-    means = {name: float(values.mean()) for name, values in scores.items()}
-    per_seed = {name: values.tolist() for name, values in scores.items()}
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed.
+
+    NaN is null there, as strict JSON has no word for it.
+    """
+    null = lambda value: float(value) if np.isfinite(value) else None
+    means = {name: null(healthy_mean(values)) for name, values in scores.items()}
+    per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
     setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
     return {**setting, **means, "per_seed": per_seed}
 
 
 def describe(args, scores):
     """The result of an evaluation in a few words."""
-    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    numbers = {name.removeprefix("eval_"): healthy_mean(x) for name, x in scores.items()}
     text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
+    text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
     return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
 
 
@@ -3613,10 +3645,11 @@ class XLand:
         """What the agent sees of a state."""
         return {"image": state.observation, "direction": state.state.agent.direction}
 
-    def render(self, state, tile_size=32):
+    def render(self, state):
         """The whole level as uint8 pixels."""
         from xminigrid.rendering.rgb_render import render
 
+        tile_size = 320 // self.width
         return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
 
 
@@ -3643,6 +3676,8 @@ def load_rulesets(benchmark_id, ruleset_id):
         raise Problem(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
     count = rulesets.num_rulesets()
     chosen = slice(MAX_RULESETS)
+    if ruleset_id is None and count > MAX_RULESETS:
+        print(f"of the {count:,} rulesets of {benchmark_id} the first {MAX_RULESETS:,} are used")
     if ruleset_id is not None:
         if not 0 <= ruleset_id < count:
             raise Problem(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")

@@ -98,7 +98,9 @@ class Args:
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 1024
-    """greedy episodes from each kind of start, each in an environment of its own"""
+    """episodes from each kind of start, each in an environment of its own"""
+    eval_mode: Literal["greedy", "sampled"] = "greedy"
+    """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
@@ -113,6 +115,8 @@ class Args:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """its user or team"""
+    cpu_cores: tyro.conf.Fixed[int] = len(os.sched_getaffinity(0))
+    """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
     env_id: Literal["CartPoleSwingUp-v0"] = "CartPoleSwingUp-v0"
@@ -236,11 +240,12 @@ class CartPoleSwingUp:
 
     def reset(self, key):
         """A start state, drawn with a PRNG key."""
-        x, turn, kind = jax.random.uniform(key, (3,), minval=-1.0, maxval=1.0)
+        x, turn, kind = jax.random.uniform(key, (3,), jnp.float32, -1.0, 1.0)
         hangs = kind < 2 * self.hanging - 1
         theta = jnp.where(hangs, math.pi + 0.05 * turn, math.pi * turn)
         x *= self.start_range
-        return SwingUpState(x=x, x_dot=jnp.zeros(()), theta=theta, theta_dot=jnp.zeros(()))
+        rest = jnp.zeros_like(x)
+        return SwingUpState(x=x, x_dot=rest, theta=theta, theta_dot=rest)
 
     def step(self, key, state, action):
         """One step of tau seconds by an action [1]; returns (state, reward [], terminated []).
@@ -402,7 +407,7 @@ class Gaussian(NamedTuple):
 
     def sample(self, key):
         """Random actions [..., A]."""
-        return self.mean + self.std() * jax.random.normal(key, self.mean.shape)
+        return self.mean + self.std() * jax.random.normal(key, self.mean.shape, self.mean.dtype)
 
     def mode(self):
         """The most likely actions [..., A]."""
@@ -444,9 +449,10 @@ def init_mlp(key, sizes, head_gain):
     where learning begins: 0.01 gives nearly the same policy in all states.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)))  # one draw for all layers
+    # One draw for all layers.
+    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)), jnp.float32)
     return [
-        {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros((fan_out, 1))}
+        {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros_like(x[:fan_out, :1])}
         for gain, x, fan_in, fan_out in zip(gains, noise, sizes, sizes[1:])
     ]
 
@@ -498,7 +504,7 @@ def forward(args, params, obs):
     Of pictures take patches and a product (README, "Image observations"): on a CPU XLA's gradient
     of a convolution inside `lax.scan` is a slow loop.
     """
-    x = obs.reshape(len(obs), -1).astype(jnp.float32).T  # [O, M], see `mlp`
+    x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     # Far beyond [-1, 1] all samples would be clipped to one action, and noise would teach nothing.
     mean = jnp.tanh(mlp(params["actor"], x)).T  # [M, A]
     value = mlp(params["critic"], x)  # [1, M]
@@ -552,8 +558,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
     count = state.count + 1
     m = beta1 * state.m + (1 - beta1) * g
     v = beta2 * state.v + (1 - beta2) * g**2
-    m_hat = m / (1 - beta1**count)
-    v_hat = v / (1 - beta2**count)
+    m_hat = m / (1 - beta1 ** jnp.float32(count))
+    v_hat = v / (1 - beta2 ** jnp.float32(count))
     step = unravel(learning_rate * m_hat / (jnp.sqrt(v_hat) + args.adam_eps))
     return jax.tree.map(jnp.subtract, params, step), AdamState(m=m, v=v, count=count), norm
 
@@ -588,6 +594,7 @@ class Transition(NamedTuple):
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], the true successor, before any reset
+    info: dict  # {name: [N]}, what the environment says of itself: `env_metrics`
 
 
 class Batch(NamedTuple):
@@ -643,6 +650,11 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
+def env_metrics(env, states):
+    """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
+    return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
+
+
 def gpu_unroll(steps):
     """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
 
@@ -674,8 +686,8 @@ def rollout(args, env, params, env_state, stats, key):
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        outcome = dict(reward=reward, terminated=terminated, entropy=dist.entropy())
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, **outcome)
+        check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
+        check_one_each(args.num_envs, reward=reward, terminated=terminated)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -683,14 +695,9 @@ def rollout(args, env, params, env_state, stats, key):
         )
         truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
         done = terminated | truncated
+        next_obs, info = jax.vmap(env.observe)(next_state), env_metrics(env, next_state)
         transition = Transition(
-            obs=obs,
-            action=action,
-            log_prob=log_prob,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            next_obs=jax.vmap(env.observe)(next_state),
+            obs, action, log_prob, reward, terminated, truncated, next_obs, info
         )
 
         # --- Then begin a new one ---
@@ -986,14 +993,7 @@ def update(args, state):
     target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
 
     # --- Learn ---
-    batch = Batch(
-        obs=trajectory.obs,
-        action=trajectory.action,
-        log_prob=trajectory.log_prob,
-        value=value,
-        advantage=advantage,
-        target=target,
-    )
+    batch = Batch(trajectory.obs, trajectory.action, trajectory.log_prob, value, advantage, target)
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # to 0 after the last update, and not below
@@ -1008,16 +1008,10 @@ def update(args, state):
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
         "charts/episodic_length": mean_of_ended(stats.last_length),
+        **{f"env/{name}": x.mean() for name, x in trajectory.info.items()},
     }
-    state = TrainState(
-        params=params,
-        opt_state=opt_state,
-        env_state=env_state,
-        stats=stats,
-        key=next_key,
-        update=state.update + 1,
-    )
-    return state, metrics
+    state = state._replace(params=params, opt_state=opt_state, update=state.update + 1)
+    return state._replace(env_state=env_state, stats=stats, key=next_key), metrics
 
 
 def train(args, key):
@@ -1033,9 +1027,8 @@ def train(args, key):
 
     charts/episodic_return is -inf until an episode has ended.
     """
-    state = init_train_state(args, key)
-    length = int(args.num_updates)
-    return jax.lax.scan(lambda state, _: update(args, state), state, length=length)
+    step, length = lambda state, _: update(args, state), int(args.num_updates)
+    return jax.lax.scan(step, init_train_state(args, key), length=length)
 
 
 # ==================================================================================================
@@ -1044,41 +1037,50 @@ def train(args, key):
 
 
 class Evaluation(NamedTuple):
-    """Greedy episodes in fresh environments, and what it takes to draw some of them."""
+    """Episodes in fresh environments, and what it takes to draw some of them.
 
-    episode_return: jax.Array  # [E], from training's own kind of start
-    episode_length: jax.Array  # [E], likewise
+    Returns, lengths and `info` are those from the first kind of start.
+    """
+
+    episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
+    episode_length: jax.Array  # [E]
+    info: dict  # {name: [E]}, means over an episode of what the environment says of itself
     success: dict  # {kind of start: [E]}; empty if the environment has no `succeeded`
     panels: list  # (episode length [], states of [L + 1]) of each picture of a video
 
 
 def play_episodes(args, env, params, key):
-    """One greedy episode of one agent in each of E fresh environments.
+    """One episode of one agent in each of E fresh environments.
 
-    Returns (returns [E], lengths [E], states of [L + 1, E]); an ended episode repeats its last one.
+    Actions are the most likely ones or drawn (`eval_mode`). Returns (returns [E], lengths [E], info
+    {name: [E]}, states of [L + 1, E]); an ended episode repeats its last one.
     """
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
 
     def env_step(carry, key):
-        state, running = carry
+        state, playing = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(key, args.eval_episodes)
-        next_state, reward, terminated = jax.vmap(env.step)(keys, state, dist.mode())
-        state = select(running, next_state, state)
-        return (state, running & ~terminated), (jnp.where(running, reward, 0), running, state)
+        keys = jax.random.split(key, args.eval_episodes + 1)
+        action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
+        next_state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
+        state = select(playing, next_state, state)
+        seen = reward, playing, env_metrics(env, next_state), state
+        return (state, playing & ~terminated), seen
 
     carry = start_state, jnp.ones(args.eval_episodes, bool)
     keys = jax.random.split(step_key, env.max_episode_steps)
-    _, (reward, running, states) = jax.lax.scan(env_step, carry, keys)
+    _, (reward, playing, info, states) = jax.lax.scan(env_step, carry, keys)
     states = jax.tree.map(
         lambda start, later: jnp.concatenate([start[None], later]), start_state, states
     )
-    return reward.sum(0), running.sum(0), states
+    total = lambda x: jnp.where(playing, x, 0).sum(0)  # over the steps of each episode
+    info = {name: total(x) / playing.sum(0) for name, x in info.items()}
+    return total(reward), playing.sum(0), info, states
 
 
 def evaluate(args, params, key):
-    """E greedy episodes of one agent from each kind of start: an `Evaluation`.
+    """E episodes of one agent from each kind of start: an `Evaluation`.
 
     A video shows the first episode of each kind, and one more of the first kind.
     """
@@ -1086,18 +1088,18 @@ def evaluate(args, params, key):
     envs = env.evaluations() if hasattr(env, "evaluations") else {"default": env}
     played, success = [], {}
     for (start, env), start_key in zip(envs.items(), jax.random.split(key, len(envs))):
-        returns, lengths, states = play_episodes(args, env, params, start_key)
-        played.append((returns, lengths, states))
+        played.append(play_episodes(args, env, params, start_key))
         if hasattr(env, "succeeded"):
-            success[start] = jax.vmap(env.succeeded, in_axes=1)(states)
+            success[start] = jax.vmap(env.succeeded, in_axes=1)(played[-1][-1])
 
     def panel(played, episode):
-        _, lengths, states = played
+        _, lengths, _, states = played
         return lengths[episode], jax.tree.map(lambda x: x[:, episode], states)
 
-    returns, lengths, _ = played[0]
+    returns, lengths, info, _ = played[0]
+    returns = jnp.where(jnp.isfinite(ravel_pytree(params)[0]).all(), returns, jnp.nan)
     panels = [panel(kind, 0) for kind in played] + [panel(played[0], -1)]
-    return Evaluation(returns, lengths, success=success, panels=panels)
+    return Evaluation(returns, lengths, info=info, success=success, panels=panels)
 
 
 def record_video(args, evaluation, path):
@@ -1118,6 +1120,8 @@ def record_video(args, evaluation, path):
                     picture = env.render(jax.tree.map(operator.itemgetter(t), states))
                     pictures += [picture, np.full_like(picture[:, :20], 255)]  # a white gap
                 writer.append_data(np.hstack(pictures[:-1]))
+    if not path.stat().st_size:  # ffmpeg may fail without a word
+        raise OSError(f"{path} is empty")
     return path
 
 
@@ -1211,8 +1215,9 @@ def writing(path):
 
 def write_file(path, content):
     """Writes bytes to a file that nobody sees half-written."""
-    with writing(path):
-        temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)  # whatever a full disk has taken of it
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1293,13 +1298,18 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for flags that cannot work."""
-    positive = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
-    for name in f"{positive} checkpoint_interval eval_episodes train_episode_steps".split():
-        if getattr(args, name) < 1:
-            raise Problem(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.seed <= 2**32 - args.num_seeds:
-        raise Problem("--seed: all seeds must lie in [0, 2^32)")
+    """Raises `Problem` for flags that cannot work. Those that you delete may stay listed here."""
+    counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
+    counts = f"{counts} checkpoint_interval eval_episodes train_episode_steps".split()
+    positive = "learning_rate clip_coef vf_coef max_grad_norm adam_eps reward_scale".split()
+    limits = dict.fromkeys(counts, (1, math.inf)) | dict.fromkeys(positive, (0, math.inf))
+    limits |= dict.fromkeys(("gamma", "gae_lambda", "hanging_starts"), (0, 1))
+    limits |= {"seed": (0, 2**32 - args.num_seeds)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(args, name, low) <= high:  # so NaN is refused, too
+            raise Problem(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if "/" in args.exp_name:
+        raise Problem("--exp-name is part of a folder's name: no slashes")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
     if not args.num_updates >= 1:
@@ -1324,11 +1334,13 @@ def parse_args(words=None):
     if args.resume is not None or args.eval is not None:
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-        args = tyro.cli(Args, args=words, default=saved)
+        here = dataclasses.replace(saved, cpu_cores=Args.cpu_cores)
+        args = tyro.cli(Args, args=words, default=here)
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        for name in ("seed", "num_envs", "num_steps"):  # steps done are updates times batch size
+        # Steps done are updates times batch size.
+        for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name) != getattr(saved, name):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
@@ -1342,7 +1354,9 @@ def use_compilation_cache():
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    folder = pathlib.Path.home() / ".cache" / "jax-ppo"
+    folder = pathlib.Path(os.path.expanduser("~/.cache/jax-ppo"))
+    if not folder.is_absolute():
+        return print("warning: no home folder, so no compilation cache", file=sys.stderr)
     for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
         if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
             entry.unlink(missing_ok=True)  # write no more entries beside it
@@ -1488,28 +1502,42 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]."""
-    returns, lengths, success = jax.device_get(evaluation[:3])
-    return {
+    """{name: [K]} of an `Evaluation` of [K, ...]; NaN of agents whose returns are."""
+    returns, lengths, info, success = jax.device_get(evaluation[:4])
+    scores = {
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
-        **{f"eval_success_{start}": values.mean(1) for start, values in success.items()},
+        **{f"eval_{name}": x.mean(1) for name, x in info.items()},
+        **{f"eval_success_rate_{start}": values.mean(1) for start, values in success.items()},
     }
+    return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
+
+
+def healthy_mean(values):
+    """Mean over seeds [K] without those that are NaN; NaN where all are."""
+    return values[np.isfinite(values)].mean() if np.isfinite(values).any() else math.nan
 
 
 def evaluation_summary(args, scores):
-    """What summary.json and eval.json say: means over seeds, and the numbers of every seed."""
-    means = {name: float(values.mean()) for name, values in scores.items()}
-    per_seed = {name: values.tolist() for name, values in scores.items()}
-    return {"eval_episodes": args.eval_episodes, **means, "per_seed": per_seed}
+    """What summary.json and eval.json say: means over seeds, and the numbers of every seed.
+
+    NaN is null there, as strict JSON has no word for it.
+    """
+    null = lambda value: float(value) if np.isfinite(value) else None
+    means = {name: null(healthy_mean(values)) for name, values in scores.items()}
+    per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
+    setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
+    return {**setting, **means, "per_seed": per_seed}
 
 
 def describe(args, scores):
     """The result of an evaluation in a few words."""
-    numbers = {name.removeprefix("eval_"): values.mean() for name, values in scores.items()}
+    numbers = {name.removeprefix("eval_"): healthy_mean(x) for name, x in scores.items()}
     text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-    return f"{args.eval_episodes} greedy episodes: {text}"
+    failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
+    text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
+    return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
 
 
 def try_video(args, evaluation, path):

@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SUCCESS = ("eval_success_random", "eval_success_hanging", "success_rate")  # where there are these
+SUCCESS = "eval_success_rate eval_success_rate_random eval_success_rate_hanging".split()
 
 
 def run_seed(script, seed, flags, folder, cache):

@@ -58,18 +58,18 @@ LEARNING = {
         dict(num_envs=4096, num_minibatches=16, total_timesteps=20e6),
         ("eval_return_mean", 475),
     ),
-    "swing-up 1,024": (SWINGUP, dict(num_envs=1024), ("eval_success_random", 0.95)),
+    "swing-up 1,024": (SWINGUP, dict(num_envs=1024), ("eval_success_rate_random", 0.95)),
     "MiniGrid DoorKey-6x6 1,024": (
         MINIGRID,
         dict(env_id="DoorKey-6x6", num_envs=1024, total_timesteps=8e6),
-        ("success_rate", 0.95),
+        ("eval_success_rate", 0.95),
     ),
     "CartPole default": (CARTPOLE, {}, ("eval_return_mean", 475)),
-    "swing-up default": (SWINGUP, {}, ("eval_success_random", 0.95)),
+    "swing-up default": (SWINGUP, {}, ("eval_success_rate_random", 0.95)),
     "MiniGrid DoorKey-6x6": (
         MINIGRID,
         dict(env_id="DoorKey-6x6", total_timesteps=1e6),
-        ("success_rate", 0.95),
+        ("eval_success_rate", 0.95),
     ),
     "Atari Pong 64": (  # by the games of training: an evaluation takes minutes
         ATARI,

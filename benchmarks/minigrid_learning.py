@@ -249,8 +249,9 @@ def run(env_id, choice, flags):
     run_dir = max(pathlib.Path(choice.folder, "runs").glob(name))  # the latest
 
     summary = json.loads((run_dir / "summary.json").read_text())
-    names = "total_timesteps train_seconds compile_seconds sps eval_mode eval_episodes success_rate"
+    names = "total_timesteps train_seconds compile_seconds sps eval_mode eval_episodes"
     result = {name: summary[name] for name in [*names.split(), "eval_return_mean"]}
+    result["success_rate"] = summary["eval_success_rate"]
     episodes = summary["args"]["episodes_per_trial"]  # a trial's return is the sum of theirs
     result["steps_to_0.9"] = steps_to(0.9 * episodes, run_dir)
     result["seed"] = choice.seed
@@ -260,7 +261,7 @@ def run(env_id, choice, flags):
     args, params = script.load_run(run_dir)
     if args.episodes_per_trial > 1:
         episodes = range(1, args.episodes_per_trial + 1)
-        result["trial_success_rates"] = [summary[f"success_rate_{c}"] for c in episodes]
+        result["trial_success_rates"] = [summary[f"eval_success_rate_{c}"] for c in episodes]
         result["success_rate"] = np.mean(result["trial_success_rates"])  # of its episodes
     if not env_id.startswith(script.XLAND):
         params = jax.tree.map(lambda x: x[0], params)

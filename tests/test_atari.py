@@ -50,6 +50,16 @@ def first_agent(tree):
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flag, value", [("max_episode_steps", 2**31), ("repeat_action_probability", 25)]
+)
+def test_limits_of_envpool(script, flag, value):
+    """One line that names the flag and its limits."""
+    with pytest.raises(script.Problem, match=f"^--{flag.replace('_', '-')} must be from [01] to "):
+        script.parse_args(words_of(**{flag: value}))
+
+
 @pytest.mark.parametrize(
     "game, num_steps", [("Breakout-v5", 2000), ("Pong-v5", 5000), ("Seaquest-v5", 2000)]
 )

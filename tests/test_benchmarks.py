@@ -116,7 +116,7 @@ def test_default_runs(tmp_path):
     run("default_runs", *words, "--", *quick)
     result = json.loads((tmp_path / "out.json").read_text())
     assert [row["seed"] for row in result["runs"]] == [1, 2]
-    assert {"eval_success_random", "eval_success_hanging"} < set(result["runs"][0])
+    assert {"eval_success_rate_random", "eval_success_rate_hanging"} < set(result["runs"][0])
     assert len(result["curve"]["steps"]) == len(result["curve"]["mean_return"]) > 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

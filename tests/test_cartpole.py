@@ -30,13 +30,14 @@ def balancing(script, params):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("integrator", ["euler", "semi-implicit"])
 @pytest.mark.parametrize("skill", ["random", "balancing"])
-def test_rollout_equals_gymnasium(script, skill):
+def test_rollout_equals_gymnasium(script, skill, integrator):
     """12,000 steps of `rollout`, each taken again by Gymnasium from the same state.
 
     The random policy's episodes all end by termination, the balancing one's all by truncation.
     """
-    args = script.Args(num_envs=8, num_steps=1500)
+    args = script.Args(num_envs=8, num_steps=1500, kinematics_integrator=integrator)
     state = script.init_train_state(args, jax.random.key(1))
     params = balancing(script, state.params) if skill == "balancing" else state.params
     rollout = jax.jit(script.rollout, static_argnums=(0, 1))
@@ -44,6 +45,7 @@ def test_rollout_equals_gymnasium(script, skill):
     _, stats, steps = rollout(args, env, params, state.env_state, state.stats, key)
     steps = jax.tree.map(np.asarray, steps)
     env = gymnasium.make("CartPole-v1")
+    env.unwrapped.kinematics_integrator = integrator
     for n in range(args.num_envs):
         done = True
         for t in range(args.num_steps):
@@ -72,6 +74,29 @@ def test_start_states_are_uniform(script):
     for component in np.asarray(states):
         assert scipy.stats.kstest(component, scipy.stats.uniform(-0.05, 0.1).cdf).pvalue > 1e-3
     assert np.abs(np.corrcoef(np.asarray(states)) - np.eye(4)).max() < 0.05  # four draws, not one
+
+
+@pytest.mark.quick
+def test_drawn_actions_of_an_evaluation(script):
+    """`--eval-mode sampled` of an untrained policy, nearly uniform, is Gymnasium with random play.
+
+    The greedy one always pushes to one side in a state.
+    """
+    args = script.Args(eval_episodes=1000, eval_mode="sampled")
+    state = script.init_train_state(args, jax.random.key(1))
+    evaluate = jax.jit(script.evaluate, static_argnums=0)
+    lengths = np.asarray(evaluate(args, state.params, jax.random.key(2)).episode_length)
+    env, theirs = gymnasium.make("CartPole-v1"), []
+    env.action_space.seed(0)
+    for seed in range(1000):
+        env.reset(seed=seed)
+        theirs.append(1)
+        while not env.step(env.action_space.sample())[2]:
+            theirs[-1] += 1
+    assert scipy.stats.ks_2samp(lengths, theirs).pvalue > 1e-3
+    greedy = script.Args(eval_episodes=1000)
+    lengths = np.asarray(evaluate(greedy, state.params, jax.random.key(2)).episode_length)
+    assert scipy.stats.ks_2samp(lengths, theirs).pvalue < 1e-9
 
 
 @pytest.mark.quick

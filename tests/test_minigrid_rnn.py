@@ -534,15 +534,15 @@ def test_trials_from_the_command_line(tmp_path, monkeypatch, capsys):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_episodes"] == 4
     assert len(scalars(run_dir)["losses/grad_norm"]) == 4
-    rates = [summary[f"success_rate_{episode}"] for episode in (1, 2)]
+    rates = [summary[f"eval_success_rate_{episode}"] for episode in (1, 2)]
     out = capsys.readouterr().out
     assert all(f"success_rate_{n} {rate:.4g}" in out for n, rate in enumerate(rates, 1))
-    assert len(rates) == 2 and max(rates) <= summary["success_rate"] <= sum(rates)
+    assert len(rates) == 2 and max(rates) <= summary["eval_success_rate"] <= sum(rates)
     words = ["--eval", str(run_dir), "--videos-dir", str(tmp_path / "videos")]
     with pytest.raises(script.Problem, match="--episodes-per-trial: "):
         script.main([*words, "--episodes-per-trial", "1"])
     script.main([*words, "--episodes-per-trial", "3"])  # trials are trials
-    assert "success_rate_3" in json.loads((run_dir / "eval.json").read_text())
+    assert "eval_success_rate_3" in json.loads((run_dir / "eval.json").read_text())
 
 
 def test_no_array_of_a_state_is_there_twice():

@@ -6,8 +6,10 @@ Everything here holds one agent's functions against runs of their own.
 import dataclasses
 import doctest
 import functools
+import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +22,10 @@ from conftest import (
     quick_words,
     run_main,
     run_of,
+    scalars,
 )
+
+PLAYED = ("params", "env_state", "agent_state", "stats")  # what `rollout` takes of a state
 
 
 def close(ours, expected, tolerance=1e-5):
@@ -313,6 +318,113 @@ def test_states_of_any_shape_and_type(script):
     for n in range(3):
         expected = jax.tree.map(lambda x: x[n], yes if mask[n] else no)  # noqa: B023
         close(jax.tree.map(lambda x: x[n], chosen), expected, 0)  # noqa: B023
+
+
+# --------------------------------------------------------------------------------------------------
+# What environments report
+# --------------------------------------------------------------------------------------------------
+
+
+class CountsSteps(Wrapped):
+    """It counts the steps of its episodes and reports them."""
+
+    def __getattr__(self, name):
+        if name in ("evaluations", "succeeded"):  # the swing-up's, of states without a count
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def reset(self, key):
+        return {"env": self.env.reset(key), "steps": jnp.int32(0)}
+
+    def step(self, key, state, action):
+        env_state, reward, terminated = self.env.step(key, state["env"], action)
+        return {"env": env_state, "steps": state["steps"] + 1}, reward, terminated
+
+    def observe(self, state):
+        return self.env.observe(state["env"])
+
+    def metrics(self, state):
+        return {"steps": state["steps"], "first": state["steps"] == 1}
+
+
+@having("env_metrics")
+def test_what_an_environment_reports(script, tmp_path, monkeypatch):
+    """Of every step of a rollout, its mean in the events, and that of episodes in the summary."""
+    args, make_env = quick_args(script, num_steps=120), script.make_env  # of 100 the longest
+    monkeypatch.setattr(script, "make_env", lambda args: CountsSteps(make_env(args)))
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+    parts = [getattr(state, name) for name in state._fields if name in PLAYED]
+    play = jax.jit(functools.partial(script.rollout, args, script.make_env(args)))
+    results = play(*parts, jax.random.key(1))
+    (trajectory,) = [part for part in results if isinstance(part, script.Transition)]
+    steps, ended = np.zeros(args.num_envs, int), trajectory.terminated | trajectory.truncated
+    for t in range(args.num_steps):
+        steps += 1
+        np.testing.assert_array_equal(trajectory.info["steps"][t], steps)
+        np.testing.assert_array_equal(trajectory.info["first"][t], steps == 1)
+        steps[ended[t]] = 0
+    assert ended.any()
+
+    run_dir = run_main(script, tmp_path)
+    events = scalars(run_dir)
+    assert [len(events[tag]) for tag in ("env/steps", "env/first")] == [20, 20]
+    # In the first update no episode has more steps than a rollout.
+    assert 1 <= events["env/steps"][0][1] <= (quick_args(script).num_steps + 1) / 2
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["eval_steps"] == pytest.approx((summary["eval_length_mean"] + 1) / 2, rel=1e-5)
+
+
+@having("env_metrics")
+@pytest.mark.quick
+def test_environments_that_report_nothing(script):
+    """Pay nothing for it."""
+    assert script.env_metrics(script.make_env(quick_args(script)), None) == {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Types and shapes
+# --------------------------------------------------------------------------------------------------
+
+
+@having("train")
+@pytest.mark.quick
+def test_with_64_bits(script):
+    """JAX_ENABLE_X64=1: traced without an error, and nothing of the state is wider for it."""
+    args, key = short_args(script, updates=2, num_seeds=2, target_kl=0.01), jax.random.key(0)
+    expected = jax.eval_shape(functools.partial(script.train, args), key)[0]
+    with jax.enable_x64(True):
+        state, _ = jax.eval_shape(functools.partial(script.train, args), key)
+        jax.eval_shape(functools.partial(script.evaluate, args), state.params, key)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+@pytest.mark.quick
+def test_forward_is_exported_with_any_batch_size(script):
+    """`jax.export` with a batch size that is a symbol; then seven observations."""
+    args, key = quick_args(script), jax.random.key(0)
+    (size,) = jax.export.symbolic_shape("size")
+    if hasattr(script, "count_actions"):
+        inputs, axes = (jnp.zeros((7, *script.OBS_SHAPE), script.OBS_DTYPE),), (0,)
+        params = script.init_agent(args, key, num_actions=4)
+    else:
+        env = script.make_env(args)
+        params = script.init_agent(args, key, env)
+        states = jax.vmap(env.reset)(jax.random.split(key, 7))
+        inputs, axes = (jax.vmap(env.observe)(states),), (0,)
+        if hasattr(script, "make_inputs"):
+            agent_state = script.init_agent_state(args, 7)
+            step = jax.tree.map(lambda x: x[None], script.make_inputs(env, states, agent_state))
+            inputs, axes = (step, agent_state.rnn_state), (1, 0)
+
+    def symbolic(x, axis):
+        return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+
+    shapes = [
+        jax.tree.map(functools.partial(symbolic, axis=axis), x) for x, axis in zip(inputs, axes)
+    ]
+    forward = jax.jit(functools.partial(script.forward, args))
+    exported = jax.export.export(forward)(params, *shapes)
+    close(exported.call(params, *inputs), forward(params, *inputs))
 
 
 # --------------------------------------------------------------------------------------------------

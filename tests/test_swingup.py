@@ -248,6 +248,31 @@ def test_training_episodes_are_short(script):
 
 
 @pytest.mark.quick
+def test_drawn_actions_of_an_evaluation(script):
+    """An actor that always says 0: the greedy cart stays, the one of drawn actions is pushed about.
+
+    After one step its velocities are as NumPy has them for normal pushes, up to the force's limit.
+    """
+    args = script.Args(eval_episodes=4000)
+    env = dataclasses.replace(script.make_env(args), max_episode_steps=1, hanging=1.0)
+    params = script.init_agent(args, jax.random.key(0), env)
+    params["actor"] = jax.tree.map(jnp.zeros_like, params["actor"])
+    for mode in ("greedy", "sampled"):
+        args = dataclasses.replace(args, eval_mode=mode)
+        *_, states = jax.jit(script.play_episodes, static_argnums=(0, 1))(
+            args, env, params, jax.random.key(1)
+        )
+        velocity = np.asarray(states.x_dot[1])
+        if mode == "greedy":
+            assert np.abs(velocity).max() < 0.001  # gravity pulls a little at the leaning pole
+    deviation = float(jnp.exp(script.bounded_log_std(params["spread"]))[0])
+    levels = np.clip(np.random.default_rng(0).normal(0, deviation, 4000), -1, 1)
+    # Hanging, the pole adds a quarter of its mass: x_acc = F / (M - 3 m / 4).
+    expected = env.tau * env.force * levels / (env.mass_cart + env.mass_pole / 4)
+    assert scipy.stats.ks_2samp(velocity, expected).pvalue > 1e-3
+
+
+@pytest.mark.quick
 def test_kinds_of_start(script):
     """An evaluation plays the whole task from both, with constants as they are."""
     env = script.make_env(script.parse_args([]))
@@ -325,13 +350,19 @@ def test_video(script, tmp_path):
     assert changes[6:, :400].max() < 60 and changes[6:, 840:].max() > 60
 
 
-def test_without_ffmpeg(script, monkeypatch, tmp_path, capsys):
-    """A video that cannot be written is a warning."""
+@pytest.mark.parametrize("ending", ["at once", "after reading, no file", "after reading, empty"])
+def test_without_ffmpeg(script, ending, monkeypatch, tmp_path, capsys):
+    """A video that cannot be written is a warning: its program ends with status 1."""
     args = script.Args(eval_episodes=1)
     params = script.init_agent(args, jax.random.key(0), script.make_env(args))
     evaluation = jax.jit(functools.partial(script.evaluate, args))(params, jax.random.key(3))
     evaluation = jax.tree.map(lambda x: x[None], evaluation)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/bin/false")
+    program, path = tmp_path / "ffmpeg", tmp_path / "video.mp4"
+    reads = {"at once": "", "after reading, no file": "cat > /dev/null"}
+    reads["after reading, empty"] = f"cat > /dev/null; : > {path}"
+    program.write_text(f"#!/bin/sh\n{reads[ending]}\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     script.try_video(args, evaluation, tmp_path / "video")
     assert capsys.readouterr().err.startswith("warning: no video: ")
 
@@ -347,7 +378,7 @@ def test_learns(script, tmp_path):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_episodes"] == 1024 and summary["total_timesteps"] <= 1_000_000
     for start in ("random", "hanging"):
-        assert summary[f"eval_success_{start}"] >= 0.9
+        assert summary[f"eval_success_rate_{start}"] >= 0.9
     assert summary["eval_return_mean"] <= 1250
     (video,) = tmp_path.glob("videos/*/*.mp4")
     with imageio.get_reader(video) as reader:

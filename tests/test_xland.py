@@ -160,10 +160,10 @@ def test_usage_errors(task_file, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_file_of_the_generator(task_file, tmp_path):
+def test_a_file_of_the_generator(task_file, tmp_path, capsys):
     """XLand-MiniGrid's ruleset_generator.py also saves the flags that it had, which are no arrays.
 
-    Of a large file the first tasks are taken, or the one that is asked for.
+    Of a large file the first tasks are taken, and a line says so, or the one that is asked for.
     """
     from xminigrid.benchmarks import load_bz2_pickle, save_bz2_pickle
 
@@ -177,6 +177,8 @@ def test_a_file_of_the_generator(task_file, tmp_path):
     save_bz2_pickle(many, str(tmp_path / "many"))
     part = script.load_rulesets(str(tmp_path / "many"), None)
     assert part.num_rulesets() == script.MAX_RULESETS
+    assert "of the 10,005 rulesets of " in (out := capsys.readouterr().out)
+    assert out.endswith(" the first 10,000 are used\n")
     equal(part.goals[:10], tasks["goals"])
     last = script.XLand(ROOM, str(tmp_path / "many"), script.MAX_RULESETS + 4)
     level = jax.jit(last.reset)(jax.random.key(0))
