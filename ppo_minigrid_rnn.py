@@ -521,9 +521,8 @@ class MiniGrid:
 
     def reset(self, key):
         """A start state, drawn with a PRNG key from Farama's distribution of levels."""
-        level = self.level(
-            self, Uniforms(jax.random.uniform(key, (num_uniforms(self),), jnp.float32))
-        )
+        numbers = jax.random.uniform(key, (num_uniforms(self),), jnp.float32)
+        level = self.level(self, Uniforms(numbers))
         return GridState(
             grid=level.grid,
             position=jnp.int32(level.position),
@@ -837,6 +836,10 @@ class Trials:
     def observe(self, state):
         """What the agent sees of a state, and whether the last step ended an episode."""
         return {**self.env.observe(state.env_state), "restarted": state.restarted}
+
+    def metrics(self, state):
+        """What the environment says of itself; where an episode has ended, of the next one."""
+        return self.env.metrics(state.env_state) if hasattr(self.env, "metrics") else {}
 
     def render(self, state):
         """Draws a state on the host."""
@@ -1901,9 +1904,7 @@ def evaluate(args, params, key):
         agent_state=init_agent_state(args, num_envs),
         episode_return=jnp.zeros(num_envs, jnp.float32),
         episode_length=jnp.zeros(num_envs, jnp.int32),
-        info=jax.tree.map(
-            lambda x: jnp.zeros(num_envs, jnp.float32), env_metrics(env, start_state)
-        ),
+        info={name: jnp.zeros(num_envs, jnp.float32) for name in env_metrics(env, start_state)},
         states=jax.tree.map(room_for_states, start_state),
     )
     # Good policies need a fraction of the time limit, so this ends with the last episode.
@@ -3622,6 +3623,7 @@ class XLand:
         if has_rulesets:
             self.benchmark = load_rulesets(benchmark_id, ruleset_id)
         self.num_actions = self.env.num_actions(self.params)
+        self.observes_mission = False
         self.max_episode_steps = self.params.max_steps
         self.width = self.params.width
         self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
@@ -3649,8 +3651,7 @@ class XLand:
         """The whole level as uint8 pixels."""
         from xminigrid.rendering.rgb_render import render
 
-        tile_size = 320 // self.width
-        return render(state.state.grid, state.state.agent, self.params.view_size, tile_size)
+        return render(state.state.grid, state.state.agent, self.params.view_size, 320 // self.width)
 
 
 MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down

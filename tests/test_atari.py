@@ -193,7 +193,7 @@ def test_evaluation_of_games_that_end_unnoticed(monkeypatch):
         played.append(rng.integers(6, size=2))
         return played[-1][None]
 
-    evaluation = script.evaluate(args, act, None)
+    evaluation = script.evaluate(args, act, {"w": np.zeros((1, 1))})
     _, plain = invaders(reward_clip=False)
     plain.reset()
     score, length, running, valid = np.zeros(2), np.zeros(2), np.ones(2, bool), np.ones(2, bool)

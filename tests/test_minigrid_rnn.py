@@ -385,6 +385,36 @@ def test_products_equal_convolutions(sides, pixels):
 # Trials ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
+def test_a_missing_observation_is_named():
+    """Of an agent that is told what to do."""
+    args = script.Args(env_id="GoToDoor-5x5", **SMALL)
+    env, key = script.make_env(args), jax.random.key(0)
+    states = jax.vmap(env.reset)(key[None])
+    inputs = script.make_inputs(env, states, script.init_agent_state(args, 1))
+    params = jax.eval_shape(functools.partial(script.init_agent, args, env=env), key)
+    del inputs.obs["mission"]
+    with pytest.raises(KeyError, match="mission"):
+        jax.eval_shape(
+            functools.partial(script.forward_step, args),
+            params,
+            inputs,
+            script.init_rnn_state(args, 1),
+        )
+
+
+@pytest.mark.quick
+def test_what_the_environment_of_a_trial_reports(monkeypatch):
+    """`Trials` hands on the metrics of its environment, where it has some."""
+    env = script.Trials(script.find_env("Empty-5x5"), 2)
+    states = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 3))
+    assert script.env_metrics(env, states) == {}
+    metrics = lambda self, state: {"position": state.position}
+    monkeypatch.setattr(script.MiniGrid, "metrics", metrics, raising=False)
+    ours = script.env_metrics(env, states)["position"]
+    np.testing.assert_array_equal(ours, states.env_state.position)
+
+
 @pytest.fixture(scope="module")
 def trials():
     """(args, `Roll`) of trials of three episodes, which lava ends or the time limit."""
@@ -663,7 +693,7 @@ def test_video_has_the_colours_of_its_frames(tmp_path):
     moments = [start, start._replace(direction=(start.direction + 1) % 4)]
     states = jax.tree.map(lambda *x: jnp.stack(x)[None], *moments)
     ones = jnp.ones((1, 1), int)
-    evaluation = script.Evaluation(ones, ones, states, trial_returns=())
+    evaluation = script.Evaluation(ones, ones, {}, states, trial_returns=())
     with Image.open(script.record_video(args, evaluation, tmp_path / "video")) as video:
         assert video.n_frames == 2
         for number, state in enumerate(moments):
