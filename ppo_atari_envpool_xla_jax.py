@@ -256,17 +256,21 @@ def make_env(args):
     gymnasium interface (`reset()`, `step()`, `xla()`; it must reset late, as `rollout` draws it)
     replaces what is Atari's alone:
 
-    | where                    | what                                                            |
-    | ------------------------ | --------------------------------------------------------------- |
-    | OBS_SHAPE, OBS_DTYPE     | an observation's                                                |
-    | `check_game`             | which ids there are                                             |
-    | `count_actions`          | number of actions                                               |
-    | `make_pool`              | EnvPool's options                                               |
-    | `rollout`, `evaluate`    | info["reward"], ["terminated"], ["lives"]: lives within a game  |
-    | `NatureCNN`              | the network, made for frames of 84 x 84                         |
-    | `record_video`           | a pool with colours, frames of 210 x 160                        |
+    | where                              | what is Atari's                                     |
+    | ---------------------------------- | --------------------------------------------------- |
+    | `Args`                             | the environment's flags, its time limit too         |
+    | OBS_SHAPE, OBS_DTYPE               | an observation's                                    |
+    | `check_game`, `count_actions`      | which ids there are; discrete actions               |
+    | `make_pool`, this, `make_eval_pool` | EnvPool's options                                  |
+    | `EnvState`, `start_games`, `rollout`, `evaluate` | info["lives"], ["terminated"] (of the |
+    |                                    | game), ["reward"] (unclipped)                       |
+    | `pixels_first` to `init_agent`     | the network, made for frames of 84 x 84             |
+    | `record_video`                     | a pool with colours, frames of 210 x 160            |
+    | `evaluation_summary`, `describe`   | the protocol of an evaluation                       |
 
-    The memory of a recurrent agent is to be reset at the first step after one that is not `valid`.
+    The evaluation runs on the host, so what is wrong there shows at the end of training: try it
+    with few steps. A recurrent agent's memory is to be reset at the first step after one that is
+    not `valid`.
     """
     return make_pool(args, env_seeds(args, args.num_envs), episodic_life=True, reward_clip=True)
 
@@ -762,31 +766,6 @@ def reduce_metrics(metrics):
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
-def random_permutations(key, count, n):
-    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
-
-    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
-    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
-    few bits some orders would come up too often.
-    """
-    if n <= 256 or n & (n - 1):
-        return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
-    bits = n.bit_length() - 1
-    low, high = bits // 2, bits - bits // 2  # widths of the two halves
-
-    def mix(half, round_key, width):  # the top bits of a multiplicative hash
-        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-        return (x ^ (x >> 13)) >> (32 - width)
-
-    index = jnp.arange(n, dtype=jnp.uint32)
-    left, right = index >> low, index & ((1 << low) - 1)
-    for left_key, right_key in jax.random.bits(key, (6, 2, count, 1), jnp.uint32):
-        left = left ^ mix(right, left_key, high)
-        right = right ^ mix(left, right_key, low)
-    return (left << low) | right
-
-
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
 
@@ -813,7 +792,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             )
         return (new_params, new_opt_state, active), metrics
 
-    order = random_permutations(key, args.update_epochs, len(batch.target))
+    order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
     (params, opt_state, _), metrics = jax.lax.scan(minibatch_step, carry, order)
@@ -1226,7 +1205,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         # Steps done are updates times batch size.
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
-            if args.resume and getattr(args, name) != getattr(saved, name):
+            if args.resume and getattr(args, name, None) != getattr(saved, name, None):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args

@@ -907,7 +907,7 @@ class Evaluation(NamedTuple):
 
     episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
-    info: dict  # {name: [E]}, means over an episode of what the environment says of itself
+    info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
     states: CartPoleState  # of [L + 1], of the first episode; after its end its last one repeats
 
 
@@ -942,7 +942,7 @@ def evaluate(args, params, key):
     return Evaluation(
         episode_return=jnp.where(healthy, total(reward), jnp.nan),
         episode_length=playing.sum(0),
-        info={name: total(x) / playing.sum(0) for name, x in info.items()},
+        info=jax.tree.map(total, info),
         states=states,
     )
 
@@ -1175,7 +1175,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         # Steps done are updates times batch size.
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
-            if args.resume and getattr(args, name) != getattr(saved, name):
+            if args.resume and getattr(args, name, None) != getattr(saved, name, None):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
@@ -1342,7 +1342,7 @@ def evaluation_scores(evaluation):
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
-        **{f"eval_{name}": x.mean(1) for name, x in info.items()},
+        **{f"eval_{name}": x.sum(1) / lengths.sum(1) for name, x in info.items()},  # over steps
     }
     return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
 

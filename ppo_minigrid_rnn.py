@@ -248,8 +248,11 @@ class Args:
 # Environment
 # ==================================================================================================
 
-# With an environment of your own delete this section but for `Trials` and `make_env`, which says
-# what it needs, and the Catalogue at the end of the file.
+# With an environment of your own delete this section but for `TrialState`, `Trials` and `make_env`,
+# which says what it needs, and the Catalogue but for the last lines, which call `main`. What is
+# MiniGrid's elsewhere: the environment's flags and `full_id` in `Args`; from CODE_LAYERS to
+# `Encoder` and the body of `encode`, without GRU_GAIN, `orthogonal` and `Dense`; the end of
+# `check_args`; `print_envs`; in `main` `list_envs` and `check_walls`.
 
 # --- Cells and words ---
 
@@ -877,11 +880,12 @@ def make_env(args):
     """The environment of the flags; nothing else chooses one. `Problem` for an unknown id.
 
     An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
-    `max_episode_steps` and, for videos, `render(state)`. States and observations may be any trees
-    of arrays: what the agent makes of the latter is written in `encode`. The reward is float32,
-    `terminated` a bool. Neither time limit nor reset belong inside: `rollout` takes care of both.
-    What a method `metrics(state)` -> {name: []} says of the state after each step is logged as
-    env/<name>. README has an example.
+    `max_episode_steps` and, for videos, `render(state)` -> uint8 [rows, columns, 3]. States and
+    observations may be any trees of arrays (observations of `Trials` are dicts): what the agent
+    makes of the latter is written in `encode`. `terminated` is a bool. Neither time limit nor reset
+    belong inside: `rollout` takes care of both. What a method `metrics(state)` -> {name: []} says
+    of the state after each step is logged as env/<name>. eval_success_rate is the share of
+    episodes with a positive return. README has an example.
     """
     if args.env_id.startswith(XLAND):
         env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
@@ -1237,7 +1241,7 @@ def agent_state_after(rnn_state, action, reward):
     return AgentState(
         rnn_state=rnn_state,
         prev_action=action,
-        prev_reward=reward,
+        prev_reward=reward.astype(jnp.float32),
         start=jnp.zeros(reward.shape, bool),
     )
 
@@ -1663,31 +1667,6 @@ def reduce_metrics(metrics):
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
-def random_permutations(key, count, n):
-    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
-
-    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
-    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
-    few bits some orders would come up too often.
-    """
-    if n <= 256 or n & (n - 1):
-        return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
-    bits = n.bit_length() - 1
-    low, high = bits // 2, bits - bits // 2  # widths of the two halves
-
-    def mix(half, round_key, width):  # the top bits of a multiplicative hash
-        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-        return (x ^ (x >> 13)) >> (32 - width)
-
-    index = jnp.arange(n, dtype=jnp.uint32)
-    left, right = index >> low, index & ((1 << low) - 1)
-    for left_key, right_key in jax.random.bits(key, (6, 2, count, 1), jnp.uint32):
-        left = left ^ mix(right, left_key, high)
-        right = right ^ mix(left, right_key, low)
-    return (left << low) | right
-
-
 def spread(minibatch):
     """Gives every device of the mesh that is set its part of the environments, if there is one.
 
@@ -1725,7 +1704,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             )
         return (new_params, new_opt_state, active), metrics
 
-    order = random_permutations(key, args.update_epochs, args.num_envs)
+    order = jnp.argsort(jax.random.bits(key, (args.update_epochs, args.num_envs), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
     (params, opt_state, _), metrics = jax.lax.scan(minibatch_step, carry, order)
@@ -1841,7 +1820,7 @@ class Evaluation(NamedTuple):
 
     episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
-    info: dict  # {name: [E]}, means over an episode of what the environment says of itself
+    info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
     states: Any  # of [S], of the first episode
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
@@ -1913,7 +1892,7 @@ def evaluate(args, params, key):
     return Evaluation(
         episode_return=jnp.where(healthy, end.episode_return, jnp.nan),
         episode_length=end.episode_length,
-        info={name: x / end.episode_length for name, x in end.info.items()},
+        info=end.info,
         states=end.states,
         # Steps after the end of a trial belong to none of its episodes.
         trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else None,
@@ -2216,7 +2195,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         # Steps done are updates times batch size.
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
-            if args.resume and getattr(args, name) != getattr(saved, name):
+            if args.resume and getattr(args, name, None) != getattr(saved, name, None):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
@@ -2384,7 +2363,7 @@ def evaluation_scores(evaluation):
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
         "eval_success_rate": (returns > 0).mean(1),
-        **{f"eval_{name}": x.mean(1) for name, x in info.items()},
+        **{f"eval_{name}": x.sum(1) / lengths.sum(1) for name, x in info.items()},  # over steps
     }
     if evaluation.trial_returns is not None:  # of the first, second, ... episode of a trial
         rates = (jax.device_get(evaluation.trial_returns) > 0).mean(1)  # [K, C]

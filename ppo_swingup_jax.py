@@ -220,9 +220,11 @@ class CartPoleSwingUp:
 
     An environment of your own needs `reset`, `step`, `observe`, `action_size` and
     `max_episode_steps`. States are trees of arrays, `terminated` is a bool. `step` gets the raw
-    sample [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. Neither time
+    sample [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. (Unpack it
+    there: with another `action_size` an array would be broadcast without a word.) Neither time
     limit nor reset do: `rollout` takes care of both. It may also have `render` and `tau` for
-    videos, `succeeded` for success rates, and `evaluations` for several kinds of start.
+    videos, `succeeded` for success rates, and `evaluations` for several kinds of start. What a
+    method `metrics(state)` -> {name: []} says of the state after each step is logged as env/<name>.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -1044,7 +1046,7 @@ class Evaluation(NamedTuple):
 
     episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
-    info: dict  # {name: [E]}, means over an episode of what the environment says of itself
+    info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
     success: dict  # {kind of start: [E]}; empty if the environment has no `succeeded`
     panels: list  # (episode length [], states of [L + 1]) of each picture of a video
 
@@ -1075,8 +1077,7 @@ def play_episodes(args, env, params, key):
         lambda start, later: jnp.concatenate([start[None], later]), start_state, states
     )
     total = lambda x: jnp.where(playing, x, 0).sum(0)  # over the steps of each episode
-    info = {name: total(x) / playing.sum(0) for name, x in info.items()}
-    return total(reward), playing.sum(0), info, states
+    return total(reward), playing.sum(0), jax.tree.map(total, info), states
 
 
 def evaluate(args, params, key):
@@ -1341,7 +1342,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         # Steps done are updates times batch size.
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
-            if args.resume and getattr(args, name) != getattr(saved, name):
+            if args.resume and getattr(args, name, None) != getattr(saved, name, None):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
@@ -1508,7 +1509,7 @@ def evaluation_scores(evaluation):
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
-        **{f"eval_{name}": x.mean(1) for name, x in info.items()},
+        **{f"eval_{name}": x.sum(1) / lengths.sum(1) for name, x in info.items()},  # over steps
         **{f"eval_success_rate_{start}": values.mean(1) for start, values in success.items()},
     }
     return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}

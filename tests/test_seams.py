@@ -371,7 +371,9 @@ def test_what_an_environment_reports(script, tmp_path, monkeypatch):
     # In the first update no episode has more steps than a rollout.
     assert 1 <= events["env/steps"][0][1] <= (quick_args(script).num_steps + 1) / 2
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["eval_steps"] == pytest.approx((summary["eval_length_mean"] + 1) / 2, rel=1e-5)
+    # Means over steps: of each episode, whose first step is one of so many.
+    assert summary["eval_first"] == pytest.approx(1 / summary["eval_length_mean"], rel=1e-5)
+    assert 1 < summary["eval_steps"] <= script.make_env(args).max_episode_steps
 
 
 @having("env_metrics")
