@@ -1,8 +1,10 @@
 """The programs of benchmarks/, each at its smallest size in a process of its own."""
 
+import importlib
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -94,6 +96,37 @@ def test_gpu_program(tmp_path):
 
 
 @pytest.mark.quick
+def test_trainings_on_a_gpu_end(monkeypatch):
+    """Each of gpu.py has a length of its own, not the one of measurements of speed."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = importlib.import_module("gpu")
+
+    def prepare(script, **flags):  # without the environments
+        raise StopIteration(script.Args(**{"total_timesteps": 1e12} | flags))
+
+    monkeypatch.setattr(gpu.sps, "prepare", prepare)
+    for name, flags, aim in gpu.LEARNING.values():
+        with pytest.raises(StopIteration) as prepared:
+            gpu.learning(types.SimpleNamespace(smoke=False), name, flags, aim)
+        args = prepared.value.value
+        assert 10 <= args.num_updates <= 10_000 and args.total_timesteps <= 20e6
+
+
+def test_compare(tmp_path):
+    """A pair of short runs of a script and of the last commit's: medians and ratios."""
+    needs_history()
+    out = tmp_path / "out.json"
+    words = ["--against", "HEAD", "--script", "ppo_cartpole_jax", "--pairs", 1, "--out", out]
+    run("compare", *words, "--", *words_of(**QUICK["ppo_cartpole_jax"]))
+    (row,) = json.loads(out.read_text())["rows"].values()
+    for name in ("sps", "start_seconds", "process_seconds"):
+        ours, theirs = row["medians"][name].values()
+        assert row["ratios"][name] == pytest.approx(ours / theirs)
+    ours, theirs = (row["pairs"][0][side] for side in ("ours", "theirs"))
+    assert ours["total_timesteps"] == theirs["total_timesteps"] == 2560
+
+
+@pytest.mark.quick
 def test_code_lines():
     """A line for each script and kind of files, and version."""
     assert len(run("code_lines").splitlines()) == len(QUICK) + 3
@@ -137,6 +170,20 @@ def test_minigrid_learning(tmp_path):
         successes = np.array(result[name]) * 6
         assert successes.shape == (num_episodes,)
         assert successes == pytest.approx(successes.round())
+
+
+def test_minigrid_collapse(tmp_path):
+    """A run of one update; one that stands in the results is not repeated."""
+    out = tmp_path / "out.json"
+    words = ["LavaGapS7", "--variants", "no KL limit", "--seeds", 1, "--episodes", 4]
+    words += ["--total-timesteps", 8192, "--out", out]
+    assert "LavaGapS7, no KL limit, 8192 steps, seed 1" in run("minigrid_collapse", *words)
+    (row,) = json.loads(out.read_text()).values()
+    assert len(row["returns"]) == 1 and row["args"] == {
+        "target_kl": None, "total_timesteps": 8192, "beta2": 0.999
+    }  # fmt: skip
+    assert 4 * row["success_rate"] in range(5) and row["steps_to_0.9"] is None
+    assert run("minigrid_collapse", *words) == ""
 
 
 def test_cut_recurrence():
