@@ -202,3 +202,10 @@ def test_sweep_file_of_weights_and_biases():
         args = ppo_cartpole_jax.parse_args(words)
         seen.add((args.learning_rate, args.anneal_lr))
     assert seen == {(0.001, False), (0.001, True), (0.003, False), (0.003, True)}
+
+
+def test_length():
+    """At most 300 lines are there before a reader opens a recipe."""
+    text = (ROOT / "README.md").read_text()
+    closed = re.sub(r"(<details>.*?</summary>)\n.*?</details>", r"\1", text, flags=re.DOTALL)
+    assert text.count("<details>") > 10 and len(closed.splitlines()) <= 300
