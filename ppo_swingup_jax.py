@@ -77,6 +77,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 # Args
 # ==================================================================================================
 
+# Those that this process may use.
+CPU_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+
 
 @dataclasses.dataclass(frozen=True)
 class Args:
@@ -115,7 +118,7 @@ class Args:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """its user or team"""
-    cpu_cores: tyro.conf.Fixed[int] = len(os.sched_getaffinity(0))
+    cpu_cores: tyro.conf.Fixed[int] = CPU_CORES
     """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
@@ -1335,8 +1338,7 @@ def parse_args(words=None):
     if args.resume is not None or args.eval is not None:
         saved = load_args(args.resume or args.eval)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-        here = dataclasses.replace(saved, cpu_cores=Args.cpu_cores)
-        args = tyro.cli(Args, args=words, default=here)
+        args = tyro.cli(Args, args=words, default=dataclasses.replace(saved, cpu_cores=CPU_CORES))
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
