@@ -400,7 +400,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """The state before the first step."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=zeros, count=jnp.int32(0))
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # none is donated twice
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):

@@ -249,8 +249,8 @@ class CartPoleSwingUp:
         hangs = kind < 2 * self.hanging - 1
         theta = jnp.where(hangs, math.pi + 0.05 * turn, math.pi * turn)
         x *= self.start_range
-        rest = jnp.zeros_like(x)
-        return SwingUpState(x=x, x_dot=rest, theta=theta, theta_dot=rest)
+        # Zeros of their own each: none is donated twice.
+        return SwingUpState(x=x, x_dot=jnp.zeros_like(x), theta=theta, theta_dot=jnp.zeros_like(x))
 
     def step(self, key, state, action):
         """One step of tau seconds by an action [1]; returns (state, reward [], terminated []).
@@ -534,7 +534,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """The state before the first step."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=zeros, count=jnp.int32(0))
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # none is donated twice
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):

@@ -126,6 +126,16 @@ def test_sweep_over_every_float_and_seeds(script):
 
 @having("train")
 @pytest.mark.quick
+def test_a_start_without_jit_can_be_donated(script):
+    """No two arrays of it are the same memory."""
+    state = script.init_train_state(short_args(script), jax.random.key(0))
+    leaves = jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
+    places = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+    assert len(set(places)) == len(places)
+
+
+@having("train")
+@pytest.mark.quick
 def test_start_under_jit_and_vmap(script):
     """`init_train_state` gives the same state op by op, under `jit` and under `vmap`."""
     args, keys = short_args(script), jax.vmap(jax.random.key)(jnp.arange(2))
