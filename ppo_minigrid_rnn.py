@@ -20,7 +20,7 @@ Wider:
 Where memory decides, and more exploration is needed:
 
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
-        --num-steps 64 --num-minibatches 8 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
+        --num-minibatches 8 --update-epochs 4 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
 (benchmarks/minigrid_count_bonus.py adds a bonus for what is new, where random play hardly ever
 succeeds.)
@@ -201,7 +201,7 @@ class Args:
     # Algorithm
     total_timesteps: float = 300_000.0
     """environment steps of each agent, rounded down to whole updates"""
-    num_steps: int = 128
+    num_steps: int = 64
     """steps per environment and update; gradients go back through all of them"""
     learning_rate: float = 1e-3
     """Adam's learning rate (its initial value when annealed)"""
@@ -213,7 +213,7 @@ class Args:
     """lambda of generalised advantage estimation; high, as rewards are rare and late"""
     num_minibatches: int = 16
     """minibatches per epoch, of whole environments"""
-    update_epochs: int = 4
+    update_epochs: int = 3
     """passes over the batch per update"""
     norm_adv: bool = False
     """normalise advantages in each minibatch; until the first success that only amplifies noise"""

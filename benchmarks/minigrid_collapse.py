@@ -33,6 +33,7 @@ import minigrid_learning  # noqa: E402
 import ppo_minigrid_rnn as script  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "minigrid_collapse.json"
+SIZES = dict(num_steps=128, update_epochs=4)  # the script's defaults when all this was measured
 VARIANTS = {  # flags of the script, and Adam's beta2
     "KL limit 0.02": dict(target_kl=0.02),
     "KL limit 0.05": dict(target_kl=0.05),
@@ -54,7 +55,7 @@ def make_optimizer(beta2, args):
 
 def run(env_id, variant, seeds, total_timesteps, episodes, save):
     """Trains each seed with a variant; calls `save(seed, row)` after each."""
-    options = minigrid_learning.RUNS[env_id] | VARIANTS[variant]
+    options = SIZES | minigrid_learning.RUNS[env_id] | VARIANTS[variant]
     options["total_timesteps"] = total_timesteps
     beta2 = options.pop("beta2", 0.999)
     script.make_optimizer = functools.partial(make_optimizer, beta2)

@@ -49,19 +49,19 @@ RESULTS = ROOT / "benchmarks" / "results" / "minigrid_learning.json"
 # Flags that differ from the script's defaults. Memory rewards half of the episodes from the start,
 # so advantages can be normalised; what it needs is entropy, to look around before walking on.
 MEMORY = dict(
-    num_envs=256, num_steps=64, num_minibatches=8, gae_lambda=0.95, norm_adv=True, ent_coef=0.03
+    num_envs=256, num_minibatches=8, update_epochs=4, gae_lambda=0.95, norm_adv=True, ent_coef=0.03
 )
+# Where random play finds the reward once in thousands of episodes: batches that hold some of these,
+# and each is used more often.
+RARE = dict(num_steps=128, update_epochs=4)
 # Where random play succeeds in some percent of the episodes, and what is to be learned is which
 # thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
 MISSION = dict(norm_adv=True, ent_coef=0.01)
 # The same for what takes millions of steps: larger batches, and each is used only twice.
-LONG_MISSION = dict(
-    MISSION, num_envs=256, num_steps=64, num_minibatches=8, update_epochs=2, gae_lambda=0.95
-)
+LONG_MISSION = dict(MISSION, num_envs=256, num_minibatches=8, update_epochs=2, gae_lambda=0.95)
 # Where random play hardly ever succeeds: the bonus of minigrid_count_bonus.py leads there.
 EXPLORE = dict(
     num_envs=1024,
-    num_steps=64,
     num_minibatches=8,
     update_epochs=2,
     gamma=0.99,
@@ -76,9 +76,9 @@ RUNS = {
     "DoorKey-6x6": dict(total_timesteps=800_000),
     "DoorKey-8x8": dict(total_timesteps=2_500_000),
     "SimpleCrossingS9N1": dict(total_timesteps=1_000_000),
-    "LavaGapS7": dict(total_timesteps=600_000),
+    "LavaGapS7": dict(total_timesteps=1_000_000),
     "Unlock": dict(total_timesteps=1_000_000),
-    "UnlockPickup": dict(total_timesteps=6_000_000),
+    "UnlockPickup": dict(RARE, total_timesteps=6_000_000),
     "FourRooms": dict(LONG_MISSION, total_timesteps=10_000_000),
     "RedBlueDoors-6x6": dict(total_timesteps=2_000_000),
     # A collision costs 1. With less entropy it learns to stand still.
@@ -215,16 +215,27 @@ def farama_success(args, params, episodes):
     return successes / episodes
 
 
-def steps_to(threshold, run_dir):
-    """The step of the first logged training return that reaches the threshold, or None."""
+def steps_to(threshold, run_dir, first):
+    """The step of the first logged training return that reaches the threshold, or None.
+
+    Those before step `first` do not count: only lucky, short episodes have ended.
+    """
     name, log = "charts/episodic_return", EventAccumulator(str(run_dir)).Reload()
     events = log.Scalars(name) if name in log.Tags()["scalars"] else []  # no episode has ended
-    return next((event.step for event in events if event.value >= threshold), None)
+    reached = (event.step for event in events if event.value >= threshold)
+    return next((step for step in reached if step >= first), None)
 
 
-def run(env_id, choice, flags):
-    """Trains on an id and evaluates; returns the entry of the results."""
-    options = RUNS[env_id] | {
+def run(env_id, options, choice, flags=()):
+    """Trains on an id with these options and evaluates; returns the entry of the results."""
+    has_bonus = "int_coef" in options
+    with minigrid_count_bonus.installed() if has_bonus else contextlib.nullcontext():
+        return train_and_evaluate(env_id, options, choice, flags)
+
+
+def train_and_evaluate(env_id, options, choice, flags):
+    """What `run` says, where a bonus is installed already."""
+    options = options | {
         "env_id": env_id,
         "seed": choice.seed,
         "eval_episodes": choice.episodes,
@@ -238,10 +249,6 @@ def run(env_id, choice, flags):
         options["benchmark_id"] = f"{choice.folder}/tasks"
         pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
         xland_tasks.write_tasks(options["benchmark_id"], 64)
-    if choice.no_bonus:
-        options.pop("int_coef", None)
-    if choice.total_timesteps:
-        options["total_timesteps"] = choice.total_timesteps
     start = time.perf_counter()
     script.main([*words_of(options), *flags])
     seconds = time.perf_counter() - start
@@ -253,12 +260,13 @@ def run(env_id, choice, flags):
     result = {name: summary[name] for name in [*names.split(), "eval_return_mean"]}
     result["success_rate"] = summary["eval_success_rate"]
     episodes = summary["args"]["episodes_per_trial"]  # a trial's return is the sum of theirs
-    result["steps_to_0.9"] = steps_to(0.9 * episodes, run_dir)
+    args, params = script.load_run(run_dir)
+    first = args.num_envs * script.make_env(args).max_episode_steps
+    result["steps_to_0.9"] = steps_to(0.9 * episodes, run_dir, first)
     result["seed"] = choice.seed
     result["wall_seconds"] = seconds
     paths = ("runs_dir", "videos_dir", "resume", "eval", "benchmark_id")
     result["args"] = {name: x for name, x in summary["args"].items() if name not in paths}
-    args, params = script.load_run(run_dir)
     if args.episodes_per_trial > 1:
         episodes = range(1, args.episodes_per_trial + 1)
         result["trial_success_rates"] = [summary[f"eval_success_rate_{c}"] for c in episodes]
@@ -298,9 +306,12 @@ def main():
     if choice.cut:
         cut_recurrence()
     for env_id in choice.ids or RUNS:
-        has_bonus = "int_coef" in RUNS[env_id] and not choice.no_bonus
-        with minigrid_count_bonus.installed() if has_bonus else contextlib.nullcontext():
-            result = run(env_id, choice, flags)
+        options = dict(RUNS[env_id])
+        if choice.no_bonus:
+            options.pop("int_coef", None)
+        if choice.total_timesteps:
+            options["total_timesteps"] = choice.total_timesteps
+        result = run(env_id, options, choice, flags)
         results = json.loads(choice.out.read_text()) if choice.out.exists() else {}
         variant = " without recurrence" * choice.cut + " without the bonus" * choice.no_bonus
         variant += " from pixels" * choice.img_obs

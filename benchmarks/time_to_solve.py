@@ -266,7 +266,7 @@ def commands(choice, task, seed, folder):
     return {name: x for name, x in found.items() if not choice.only or name in choice.only}
 
 
-def clocked(command, folder, threshold, limit, cache):
+def clocked(command, folder, threshold, limit, cache, min_steps=0):
     """Runs a command until it has solved the task, has ended, or the limit is over: a row."""
     env = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     if cache is None:
@@ -293,7 +293,7 @@ def clocked(command, folder, threshold, limit, cache):
             else:
                 continue
             points.append(point)
-            solved = point[2] >= threshold
+            solved = point[2] >= threshold and point[1] >= min_steps
             if solved:
                 process.kill()
                 break
@@ -401,9 +401,11 @@ def main():
                     continue
                 cached = cache if "cache" in name else None
                 limit = 10 * statistics.median(ours) if ours else 600
+                min_steps = WINDOW * LIMITS.get(task, 0)  # before, only lucky episodes have ended
+                words = command, folder, THRESHOLDS[task], limit, cached, min_steps
                 if cached and seed == 1:
-                    clocked(command, folder, THRESHOLDS[task], limit, cached)  # fills it
-                row = clocked(command, folder, THRESHOLDS[task], limit, cached)
+                    clocked(*words)  # fills it
+                row = clocked(*words)
                 if name == "ours" and row["solved"]:
                     ours.append(row["seconds"])
                 rows.append({"task": task, "name": name, "seed": seed} | row)

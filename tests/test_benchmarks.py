@@ -172,6 +172,37 @@ def test_minigrid_learning(tmp_path):
         assert successes == pytest.approx(successes.round())
 
 
+def test_minigrid_ids(tmp_path):
+    """The first set of flags stands in the results and was not enough; the table has the better."""
+    pytest.importorskip("minigrid")
+    env_id, out, page = "Fetch-5x5-N2-v0", tmp_path / "out.json", tmp_path / "page.md"
+    page.write_text((FOLDER / "minigrid_ids.md").read_text())
+    first = {"success_rate": -1.0, "train_seconds": 60.0}
+    out.write_text(json.dumps({env_id: {"mission": first}}))
+    words = [env_id, "--total-timesteps", 16384, "--episodes", 8, "--folder", tmp_path]
+    run("minigrid_ids", *words, "--out", out, "--page", page)
+    rows = json.loads(out.read_text())[env_id]
+    assert list(rows) == ["mission", "long mission"] and rows["mission"] == first
+    table = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 76 and len({line.count("|") for line in table}) == 1
+    (line,) = (line for line in table if f"| {env_id} |" in line)
+    success = f"{rows['long mission']['success_rate']:.3f}"
+    assert f"| mission, then long mission | 16,384 | - | 1 | {success} |" in line
+
+
+def test_minigrid_flags(tmp_path):
+    """A set of flags on one level; the seed that stands in the results is not repeated."""
+    words, out = "16x16, 1x2, 1e-3", tmp_path / "out.json"
+    name = f"Empty-8x8; {words}; seed"
+    out.write_text(json.dumps({"seconds_of_an_update": {}, "runs": {f"{name} 1": {"steps": 512}}}))
+    options = ["--sets", words, "--levels", "Empty-8x8", "--seeds", 2, "--out", out]
+    printed = run("minigrid_flags", *options, "--total-timesteps", 512)
+    assert printed.startswith(f"{name} 2: None")  # that is not enough
+    run("minigrid_flags", *options, "--speed")
+    (seconds,) = json.loads(out.read_text())["seconds_of_an_update"].values()
+    assert seconds > 0 and "Empty-8x8   inf s, 1 of 2" in run("minigrid_flags", "--table", *options)
+
+
 def test_minigrid_collapse(tmp_path):
     """A run of one update; one that stands in the results is not repeated."""
     out = tmp_path / "out.json"
@@ -180,7 +211,8 @@ def test_minigrid_collapse(tmp_path):
     assert "LavaGapS7, no KL limit, 8192 steps, seed 1" in run("minigrid_collapse", *words)
     (row,) = json.loads(out.read_text()).values()
     assert len(row["returns"]) == 1 and row["args"] == {
-        "target_kl": None, "total_timesteps": 8192, "beta2": 0.999
+        "num_steps": 128, "update_epochs": 4, "target_kl": None, "total_timesteps": 8192,
+        "beta2": 0.999,
     }  # fmt: skip
     assert 4 * row["success_rate"] in range(5) and row["steps_to_0.9"] is None
     assert run("minigrid_collapse", *words) == ""

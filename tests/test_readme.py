@@ -102,7 +102,7 @@ def test_sweep(tmp_path):
 
 def test_policy_in_faramas_environment(tmp_path):
     """An agent that was trained in the script's own Empty-5x5 solves Farama's."""
-    words = "--env-id Empty-5x5 --num-envs 32 --total-timesteps 1e5"
+    words = "--env-id Empty-5x5 --num-envs 32 --total-timesteps 5e4"
     run(f"import ppo_minigrid_rnn as ppo\nppo.main({words.split()})", tmp_path)
     (run_dir,) = tmp_path.glob("runs/*")
     block = snippet("gymnasium.make").replace("runs/<run_name>", str(run_dir))

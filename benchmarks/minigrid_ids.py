@@ -1,0 +1,153 @@
+"""What ppo_minigrid_rnn.py learns of each of MiniGrid's 76 ids; fills the table of minigrid_ids.md.
+
+    python benchmarks/minigrid_ids.py                  # all ids; goes on where it was interrupted
+    python benchmarks/minigrid_ids.py MemoryS7-v0 ...  # these
+    python benchmarks/minigrid_ids.py --table          # only writes the table
+
+Every id of a family is trained for as many steps, with one seed, with the first of the family's
+sets of flags, which are those of minigrid_learning.py. Once all ids had their first one, those that
+succeed in fewer than 0.95 of the episodes get the next. The table has the best. Results go to
+benchmarks/results/minigrid_ids.json after each run; runs that stand there are not repeated.
+"""
+
+import argparse
+import json
+import pathlib
+import tempfile
+
+import jax
+import minigrid_learning
+from minigrid_learning import EXPLORE, LONG_MISSION, MEMORY, MISSION, RARE, ROOT, script
+
+RESULTS = ROOT / "benchmarks" / "results" / "minigrid_ids.json"
+PAGE = ROOT / "benchmarks" / "minigrid_ids.md"
+SETS = {
+    "default": {},
+    "mission": MISSION,
+    "long mission": LONG_MISSION,
+    "memory": MEMORY,
+    "rare": RARE,
+    "explore": EXPLORE,
+}
+FAMILIES = {  # how their ids begin: steps, and sets of flags in the order in which they are tried
+    "Empty": (800_000, ["default"]),
+    "DistShift": (1_000_000, ["default"]),
+    "LavaGap": (1_000_000, ["default"]),
+    "LavaCrossing": (3_000_000, ["default", "explore"]),
+    "SimpleCrossing": (3_000_000, ["default", "explore"]),
+    "DoorKey": (5_000_000, ["default", "explore"]),
+    "RedBlueDoors": (3_000_000, ["default", "explore"]),
+    "Unlock": (1_000_000, ["default"]),
+    "UnlockPickup": (6_000_000, ["rare", "explore"]),
+    "BlockedUnlockPickup": (6_000_000, ["explore", "rare"]),
+    "FourRooms": (10_000_000, ["long mission"]),
+    "Dynamic-Obstacles": (2_000_000, ["memory", "mission"]),
+    "Memory": (8_000_000, ["memory"]),
+    "KeyCorridor": (8_000_000, ["explore", "rare"]),
+    "LockedRoom": (8_000_000, ["explore"]),
+    "MultiRoom": (5_000_000, ["explore", "rare"]),
+    "ObstructedMaze": (8_000_000, ["explore"]),
+    "Fetch": (5_000_000, ["mission", "long mission"]),
+    "GoToDoor": (5_000_000, ["mission", "long mission"]),
+    "GoToObject": (5_000_000, ["mission", "long mission"]),
+    "PutNear": (8_000_000, ["long mission"]),
+    "Playground": (0, []),
+}
+GOOD = 0.95  # the share of successes with which no other set is tried
+HEADER = ["flags", "steps", "steps to 0.9", "minutes", "success", "in Farama's"]
+
+
+def family(env_id):
+    """(steps, names of sets of flags) of an id."""
+    return FAMILIES[max(filter(env_id.startswith, FAMILIES), key=len)]
+
+
+def best(rows):
+    """(name of the set, row) with the most successes."""
+    return max(rows.items(), key=lambda item: item[1]["success_rate"])
+
+
+def cells(env_id, rows):
+    """The id's cells of the table."""
+    if not family(env_id)[1]:
+        return ["gives no reward", *[""] * (len(HEADER) - 1)]
+    if not rows:
+        return ["not run", *[""] * (len(HEADER) - 1)]
+    name, row = best(rows)
+    reached = row["steps_to_0.9"]
+    minutes = sum(row["train_seconds"] for row in rows.values()) / 60
+    return [
+        ", then ".join([*(other for other in rows if other != name), name]),
+        f"{row['total_timesteps']:,}",
+        "-" if reached is None else f"{reached:,}",
+        f"{minutes:.0f}",
+        f"{row['success_rate']:.3f}",
+        f"{row['farama_success_rate']:.3f}",
+    ]
+
+
+def write_table(results, page):
+    """Writes what was learned into the page's table, behind what it says of each id."""
+    lines = page.read_text().splitlines()
+    for i, line in enumerate(lines):
+        if not line.startswith("| "):
+            continue
+        own = line.strip("| ").split(" | ")[:6]
+        env_id = own[0]
+        if env_id == "id":
+            new = HEADER
+        elif env_id == "--":
+            new = ["--"] * len(HEADER)
+        else:
+            new = cells(env_id, results.get(env_id, {}))
+        lines[i] = "| " + " | ".join([*own, *new]) + " |"
+    page.write_text("\n".join(lines) + "\n")
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    ids = [env_id.removeprefix("MiniGrid-") for env_id in script.ENVIRONMENTS]
+    ids = [env_id for env_id in ids if "NoCue" not in env_id]
+    parser.add_argument("ids", nargs="*", help="such as MemoryS7-v0; if none, all")
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--episodes", type=int, default=512, help="of each evaluation")
+    parser.add_argument("--total-timesteps", type=int, help="instead of the family's")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--page", type=pathlib.Path, default=PAGE, help="that has the table")
+    folder = f"{tempfile.gettempdir()}/minigrid_ids"
+    parser.add_argument("--folder", default=folder, help="for the runs and videos")
+    choice = parser.parse_args()
+    if unknown := set(choice.ids) - set(ids):
+        parser.error(f"{unknown} not among {ids}")
+    choice.cut = choice.img_obs = False
+    choice.eval_mode = "greedy"
+
+    def read():
+        return json.loads(choice.out.read_text()) if choice.out.exists() else {}
+
+    if choice.table:
+        return write_table(read(), choice.page)
+    for attempt in range(max(len(sets) for _, sets in FAMILIES.values())):
+        for env_id in choice.ids or ids:
+            steps, sets = family(env_id)
+            rows = read().get(env_id, {})
+            if attempt >= len(sets) or sets[attempt] in rows:
+                continue
+            if rows and best(rows)[1]["success_rate"] >= GOOD:
+                continue
+            options = SETS[sets[attempt]] | {"total_timesteps": choice.total_timesteps or steps}
+            row = minigrid_learning.run(env_id, options, choice)
+            del row["args"]
+            results = read()  # again: others may have written
+            results.setdefault(env_id, {})[sets[attempt]] = row
+            choice.out.write_text(json.dumps(results, indent=1) + "\n")
+            successes = f"{row['success_rate']:.3f}, in Farama's {row['farama_success_rate']:.3f}"
+            print(f"{env_id}, {sets[attempt]}: {successes}", flush=True)
+            write_table(results, choice.page)
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()
