@@ -22,8 +22,13 @@ Where memory decides, and more exploration is needed:
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-minibatches 8 --update-epochs 4 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
-(benchmarks/minigrid_count_bonus.py adds a bonus for what is new, where random play hardly ever
-succeeds.)
+Where rewards are rare, larger batches that are used more often:
+
+    python ppo_minigrid_rnn.py --env-id UnlockPickup --total-timesteps 6e6 --num-steps 128 \
+        --update-epochs 4
+
+(Where random play hardly ever succeeds, benchmarks/minigrid_count_bonus.py adds a bonus for what is
+new.)
 
 Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
 

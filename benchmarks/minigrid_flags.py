@@ -30,13 +30,7 @@ from sps import compiled  # noqa: E402
 import ppo_minigrid_rnn as script  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "minigrid_flags.json"
-LEVELS = {
-    "Empty-8x8": 300_000,
-    "DoorKey-6x6": 800_000,
-    "LavaGapS7": 600_000,
-    "Unlock": 1_000_000,
-    "DoorKey-8x8": 2_500_000,
-}
+LEVELS = {"Empty-8x8": 300_000, "DoorKey-6x6": 800_000, "LavaGapS7": 600_000, "Unlock": 1_000_000}
 THRESHOLD = 0.9
 SPEED_UPDATES = 5
 SETS = [  # environments x steps, epochs x minibatches, learning rate

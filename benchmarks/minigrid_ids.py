@@ -74,10 +74,11 @@ def cells(env_id, rows):
     if not rows:
         return ["not run", *[""] * (len(HEADER) - 1)]
     name, row = best(rows)
+    tried = f", best of {len(rows)}" if len(rows) > 1 else ""
     reached = row["steps_to_0.9"]
     minutes = sum(row["train_seconds"] for row in rows.values()) / 60
     return [
-        ", then ".join([*(other for other in rows if other != name), name]),
+        name + tried,
         f"{row['total_timesteps']:,}",
         "-" if reached is None else f"{reached:,}",
         f"{minutes:.0f}",

@@ -17,9 +17,10 @@ cache", as at every start but the first.
 
 In MiniGrid everyone plays his own port of the level, Stable-Baselines3 Farama's with the zoo's
 settings for other levels. Returns are Farama's, 1 - 0.9 steps / limit, so 0.9 needs success in
-nearly all episodes. Rejax plays NAVIX's levels, where episodes end after 100 steps; its
-configurations are those of the nearest ones that it has, Empty-Random-8x8 and DoorKey-8x8, but for
-the interval between evaluations and DoorKey's length.
+nearly all episodes; it counts once the steps suffice for 64 episodes of full length, because those
+that end first are the lucky ones. Rejax plays NAVIX's levels, where episodes end after 100 steps;
+its configurations are those of the nearest ones that it has, Empty-Random-8x8 and DoorKey-8x8, but
+for the interval between evaluations and DoorKey's length.
 
 Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
 it, and needs distrax, as does XLand-MiniGrid's trainer; CleanRL's `ppo.py` is a clone's, and needs

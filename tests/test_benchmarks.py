@@ -187,7 +187,7 @@ def test_minigrid_ids(tmp_path):
     assert len(table) == 2 + 76 and len({line.count("|") for line in table}) == 1
     (line,) = (line for line in table if f"| {env_id} |" in line)
     success = f"{rows['long mission']['success_rate']:.3f}"
-    assert f"| mission, then long mission | 16,384 | - | 1 | {success} |" in line
+    assert f"| long mission, best of 2 | 16,384 | - | 1 | {success} |" in line
 
 
 def test_minigrid_flags(tmp_path):
