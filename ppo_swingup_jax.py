@@ -711,7 +711,7 @@ def rollout(args, env, params, env_state, stats, key):
 
     inputs = keys[:, 0], step_keys, start_states
     (env_state, stats), trajectory = jax.lax.scan(
-        env_step, (env_state, stats), inputs, unroll=gpu_unroll(8)
+        env_step, (env_state, stats), inputs, unroll=gpu_unroll(4)
     )
     return env_state, stats, trajectory
 

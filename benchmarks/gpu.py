@@ -9,16 +9,18 @@
 | ----------- | ---------------------------------------------------------------------------------- |
 | device      | packages, driver                                                                   |
 | correctness | three updates beside the CPU's, products in full precision; of Atari the learning  |
+| resume      | bits after 40 updates, the run stopped and resumed after 20 of them or not         |
 | learning    | steps and seconds of training until the task is solved                             |
 | speed       | steps per second by number of environments                                         |
+| unroll      | the same, seconds to compile and kernels, by the steps in an iteration of a loop   |
 
 `--only` takes parts of the names of measurements. A file that exists is added to; a failure takes
 no success's place. What fails has the error's text as its row, and the next measurement is begun;
 when the time is over the rest is "skipped". Where JAX finds no GPU the program ends with status 3.
 
 Of the scripts' packages JAX, NumPy, flax and optax (MiniGrid, Atari) and EnvPool (Atari) have to be
-there; tyro, TensorBoard, Pillow and so on are for the scripts' command lines and files, which this
-program does not use, so it puts empty modules in the place of those that are not installed.
+there; tyro, TensorBoard, Pillow and so on are for the scripts' command lines and files, which only
+`resume` uses, so empty modules take the place of those that are not installed.
 """
 
 import argparse
@@ -27,12 +29,14 @@ import datetime
 import functools
 import importlib
 import json
+import os
 import pathlib
 import platform
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from unittest import mock
@@ -44,6 +48,7 @@ from sps import ATARI, CARTPOLE, MINIGRID, SWINGUP
 
 UNUSED = """tyro PIL imageio filelock tensorboard.compat.proto.event_pb2 flax.serialization
     tensorboard.plugins.text.summary_v2 tensorboard.summary.writer.record_writer""".split()
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-3
 COMPARED_WITH_CPU = {
     CARTPOLE: dict(num_envs=64, num_steps=32),
@@ -78,6 +83,8 @@ LEARNING = {
     ),
 }
 LEARNING_POINTS = 40  # evaluations of a training
+RESUMED = (CARTPOLE, MINIGRID)
+UNROLLED = (1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (4, 16), (8, 16)  # all other loops, GAE
 WIDE = dict(num_steps=128, num_minibatches=4, update_epochs=4)
 NUM_ENVS = {  # what else is as in `flags`
     CARTPOLE: (WIDE, (1024, 4096, 16_384, 65_536)),
@@ -173,6 +180,38 @@ def like_cpu(choice, name):
     return {"passed": passed, "params_differ": params, "metrics_differ": metrics}
 
 
+def resume(choice, name, xla_flags):
+    """Whether a run that was resumed has the bits of one that was not; every process compiles."""
+    script = importlib.import_module(name)
+    updates = 4 if choice.smoke else 40
+    env = os.environ | {"XLA_FLAGS": xla_flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    fixed = flags_of(choice, name, {}) | dict(eval_episodes=1)
+    batch_size = script.Args(**fixed).batch_size
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(runs, updates, *words):
+            words = [*words, f"--total-timesteps={updates * batch_size}"]
+            words += [f"--runs-dir={folder}/{runs}", f"--videos-dir={folder}/videos"]
+            command = [sys.executable, f"{name}.py", *words]
+            return subprocess.run(
+                command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+            )
+
+        def arrays(runs):
+            (path,) = pathlib.Path(folder, runs).glob("*/checkpoint.npz")
+            with np.load(path) as file:
+                return dict(file), path.parent
+
+        words = [f"--{key.replace('_', '-')}={value}" for key, value in fixed.items()]
+        words += ["--no-anneal-lr"]  # the learning rate would follow the length
+        run("whole", updates, *words)
+        run("parts", updates // 2, *words)
+        run("parts", updates, "--resume", str(arrays("parts")[1]))
+        whole, parts = arrays("whole")[0], arrays("parts")[0]
+    differ = [key for key in whole if whole[key].tobytes() != parts[key].tobytes()]
+    return {"xla_flags": xla_flags, "updates": updates, "equal": not differ, "differ": differ}
+
+
 def learning(choice, name, flags, aim):
     """Trains until the score `aim` = (name, at least) is reached, the run or the time is over."""
     script = importlib.import_module(name)
@@ -210,11 +249,22 @@ def speed(choice, name, flags):
     return {"flags": flags, "sps": statistics.median(rounds), "rounds": rounds} | facts
 
 
+def unroll(choice, name, steps, gae_steps):
+    """Default flags, with so many steps in an iteration of GAE's loop and of all others."""
+    script = importlib.import_module(name)
+    with mock.patch.object(script, "gpu_unroll", lambda own: gae_steps if own == 16 else steps):
+        return speed(choice, name, {})
+
+
 def measurements(choice):
     """(name, function) of everything, what matters most first."""
     yield "device", device
     for name, _ in sorted(COMPARED_WITH_CPU.items(), key=lambda item: item[0] == ATARI):
         yield f"correctness {name}", functools.partial(like_cpu, choice, name)
+    for name in RESUMED:
+        for flag in ("false", "true"):
+            xla_flags = f"--xla_gpu_deterministic_ops={flag}"
+            yield f"resume {name} {flag}", functools.partial(resume, choice, name, xla_flags)
     for label, (name, flags, aim) in LEARNING.items():
         yield f"learning {label}", functools.partial(learning, choice, name, flags, aim)
     for name, (flags, sizes) in NUM_ENVS.items():
@@ -222,6 +272,10 @@ def measurements(choice):
         for num_envs in sizes:
             wide = functools.partial(speed, choice, name, flags | dict(num_envs=num_envs))
             yield f"speed {name} num_envs={num_envs}", wide
+    for name in (CARTPOLE, SWINGUP, MINIGRID):
+        for steps, gae_steps in UNROLLED:
+            label = f"unroll {name} {steps}, GAE {gae_steps}"
+            yield label, functools.partial(unroll, choice, name, steps, gae_steps)
 
 
 # ==================================================================================================

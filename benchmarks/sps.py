@@ -119,6 +119,7 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     start = time.perf_counter()
     run_update = compiled(script, args, update, state, donate_argnums=1)
     facts = {"compile_seconds": time.perf_counter() - start}
+    facts["kernels"] = run_update.func.as_text().count(" fusion(")
     carry, kept = [state], [envs]
 
     def run(updates):

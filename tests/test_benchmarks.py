@@ -74,12 +74,12 @@ def test_sps(tmp_path):
 
 
 def test_gpu_program(tmp_path):
-    """On a CPU, a stage of each kind, without tyro; a later failure takes no result's place."""
+    """On a CPU, without tyro, a stage of each kind but `resume`; a failure takes no result's place."""
     out = tmp_path / "out.json"
     (tmp_path / "tyro.py").write_text("raise ImportError")
     env = environment(1) | {"PYTHONPATH": str(tmp_path)}
     program = [sys.executable, str(FOLDER / "gpu.py"), "--out", str(out)]
-    stages = ["correctness ppo_cartpole", "learning swing-up 1", "speed ppo_cartpole_jax default"]
+    stages = ["correctness ppo_cartpole", "learning swing-up 1", "unroll ppo_cartpole_jax 4, GAE 16"]
     command = [*program, "--smoke", "--only", *stages]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -88,7 +88,8 @@ def test_gpu_program(tmp_path):
     correctness = rows["correctness ppo_cartpole_jax"]
     assert correctness["passed"] and len(correctness["params_differ"]) == 3
     assert rows["learning swing-up 1,024"]["points"][-1][0] == 128
-    assert rows["speed ppo_cartpole_jax default"]["sps"] > 0
+    unrolled = rows["unroll ppo_cartpole_jax 4, GAE 16"]
+    assert unrolled["sps"] > 0 and unrolled["kernels"] > 0
 
     subprocess.run([*command, "--minutes", "0"], env=env, check=True)
     assert json.loads(out.read_text())["rows"] == rows
