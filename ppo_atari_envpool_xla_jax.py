@@ -436,10 +436,9 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
-    # As one vector all parameters take a step at once: an array each would be as many kernels.
-    grads, unravel = ravel_pytree(grads)
+    # An array each: XLA works on a vector with a single core of a CPU, and this one is long.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
-    step = unravel(-learning_rate * direction)
+    step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
 
 
@@ -849,7 +848,7 @@ def init_train_state(args, key):
     params = init_agent(args, agent_key, count_actions(args))
     return TrainState(
         params=params,
-        opt_state=make_optimizer(args).init(ravel_pytree(params)[0]),
+        opt_state=make_optimizer(args).init(params),
         env_state=None,
         stats=init_episode_stats(args.num_envs),
         key=key,

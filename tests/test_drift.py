@@ -28,6 +28,7 @@ DIFFERENT = {
     "Batch": ("AABC", "samples or whole sequences, masked steps"),
     "rollout": ("AABC", "recurrence, a pool of emulators for all agents"),
     "trajectory_values": ("AABC", "recurrence, successors that EnvPool hands out"),
+    "optimizer_update": ("--AB", "few parameters, as one vector, or many"),
     "ppo_loss": ("ABCD", "metrics of a Gaussian, recurrence, masked steps"),
     "update_epochs": ("AABC", "manual Adam or optax, sequences, masked steps"),
     "TrainState": ("ABCD", "the environment's state, recurrence, optax"),
