@@ -250,7 +250,7 @@ def speed(choice, name, flags):
 
 
 def unroll(choice, name, steps, gae_steps):
-    """Default flags, with so many steps in an iteration of GAE's loop and of all others."""
+    """Default flags, with so many steps in an iteration of GAE's loop, which has 16, and others."""
     script = importlib.import_module(name)
     with mock.patch.object(script, "gpu_unroll", lambda own: gae_steps if own == 16 else steps):
         return speed(choice, name, {})
