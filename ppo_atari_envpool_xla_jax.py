@@ -14,9 +14,9 @@
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
 environments x 128 steps, four passes over each batch. A step is one decision of the agent, four
-frames of the console. One pass takes less than half of the time: with `--update-epochs 1
---num-minibatches 16 --total-timesteps 5e6`, Breakout reached a return of 248 in 4.4 hours on one
-CPU core, Pong 17 in 2.1. Pong reached 20 in 2.6 hours on two cores by
+frames of the console. One pass learns less from a step, but takes less than half of the time: with
+`--update-epochs 1 --num-minibatches 16 --total-timesteps 5e6`, Breakout reached a return of 248 in
+4.4 hours on one CPU core, Pong 17 in 2.1. Pong reached 20 in 2.6 hours on two cores by
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4

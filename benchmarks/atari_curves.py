@@ -4,9 +4,10 @@
     python benchmarks/atari_curves.py runs/<run_name> --out curves --commit 96b6b48
 
 Draws <out>.png: for every game the returns of training games (means over the last finished game of
-each environment, smoothed) over steps, beside the published scores of random play, a human tester
-and CleanRL (atari_scores.json). Writes <out>.json: of every run its last evaluation,
-the human-normalised score, hours, how many processes trained it, and the curve.
+each environment, smoothed) over steps, by seed and the flags in which runs differ, beside the
+published scores of random play, a human tester and CleanRL (atari_scores.json). Writes <out>.json:
+of every run its last evaluation, the human-normalised score, hours, how many processes trained it,
+and the curve.
 
 A run that was resumed is one curve: what a process had logged after the checkpoint with which the
 next one began is left out. Hours are those in which processes trained, including what was lost that
@@ -114,13 +115,15 @@ def draw(runs, path):
     plt.style.use(pathlib.Path(__file__).with_name("plots.mplstyle"))
     figure, panels = plt.subplots(len(games), figsize=(7, 4 * len(games)), squeeze=False)
     for game, axes in zip(games, panels.flat):
-        for run in runs:
-            if run["env_id"] != game:
-                continue
+        of_game = [run for run in runs if run["env_id"] == game]
+        names = [name for name in of_game[0]["args"] if name != "seed"]
+        names = [n for n in names if len({run["args"].get(n) for run in of_game}) > 1]
+        for run in of_game:
+            flags = "".join(f"{name} {run['args'].get(name)}, " for name in names)
             for seed, curve in run["curves"].items():
                 steps, _, values = np.array(curve).T
                 values = smooth(values, max(1, len(values) // 100))
-                axes.plot(steps / 1e6, values, label=f"seed {seed}")
+                axes.plot(steps / 1e6, values, label=f"{flags}seed {seed}")
         low, high = axes.get_ylim()
         for name, value in SCORES.get(game.removesuffix("-v5"), {}).items():
             label, linestyle = LINES[name]
