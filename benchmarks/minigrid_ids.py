@@ -54,7 +54,7 @@ FAMILIES = {  # how their ids begin: steps, and sets of flags in the order in wh
     "Playground": (0, []),
 }
 GOOD = 0.95  # the share of successes with which no other set is tried
-HEADER = ["flags", "steps", "steps to 0.9", "minutes", "success", "in Farama's"]
+HEADER = ["flags", "timesteps", "steps to 0.9", "minutes", "success", "in Farama's"]
 
 
 def family(env_id):
