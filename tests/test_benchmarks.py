@@ -179,16 +179,20 @@ def test_minigrid_ids(tmp_path):
     env_id, out, page = "Fetch-5x5-N2-v0", tmp_path / "out.json", tmp_path / "page.md"
     page.write_text((FOLDER / "minigrid_ids.md").read_text())
     first = {"success_rate": -1.0, "train_seconds": 60.0}
-    out.write_text(json.dumps({env_id: {"mission": first}}))
+    steps = " in 16,384 steps"
+    out.write_text(json.dumps({env_id: {"mission" + steps: first}}))
     words = [env_id, "--total-timesteps", 16384, "--episodes", 8, "--folder", tmp_path]
     run("minigrid_ids", *words, "--out", out, "--page", page)
     rows = json.loads(out.read_text())[env_id]
-    assert list(rows) == ["mission", "long mission"] and rows["mission"] == first
+    assert list(rows) == ["mission" + steps, "long mission" + steps]
+    assert rows["mission" + steps] == first
     table = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert len(table) == 2 + 76 and len({line.count("|") for line in table}) == 1
     (line,) = (line for line in table if f"| {env_id} |" in line)
-    success = f"{rows['long mission']['success_rate']:.3f}"
-    assert f"| long mission, best of 2 | 16,384 | - | 1 | {success} |" in line
+    row = rows["long mission" + steps]
+    minutes = f"{row['train_seconds'] / 60:.0f}"
+    success = f"{row['success_rate']:.3f}"
+    assert f"| long mission, best of 2 | 16,384 | - | {minutes} | {success} |" in line
 
 
 def test_minigrid_flags(tmp_path):
