@@ -9,8 +9,8 @@ Every id of a family is trained for as many steps, with one seed, with the first
 sets of flags, which are those of minigrid_learning.py. Once all ids had their first one, those that
 succeed in fewer than 0.95 of the episodes get the next. The table has the best, also of runs with
 other numbers of steps. Results go to benchmarks/results/minigrid_ids.json after each run; runs that
-stand there are not repeated. On a GPU start several, each with its ids and its --out, and with
-XLA_PYTHON_CLIENT_PREALLOCATE=false: most of the time is compilation.
+stand there are not repeated. Several programs share a GPU with XLA_PYTHON_CLIENT_PREALLOCATE=false;
+each needs ids, an --out and a --page of its own.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def cells(env_id, rows):
     tried = f", best of {len(rows)}" if len(rows) > 1 else ""
     reached, minutes = row["steps_to_0.9"], row["train_seconds"] / 60
     return [
-        name.split(" in ")[0] + tried,
+        name.split(" in ")[0] + tried,  # the number of steps is in the next column
         f"{row['total_timesteps']:,}",
         "-" if reached is None else f"{reached:,}",
         f"{minutes:.0f}" if row["device"].startswith("cpu") else f"{minutes:.1f} on a GPU",

@@ -182,7 +182,10 @@ def test_minigrid_ids(tmp_path):
     steps = " in 16,384 steps"
     out.write_text(json.dumps({env_id: {"mission" + steps: first}}))
     words = [env_id, "--total-timesteps", 16384, "--episodes", 8, "--folder", tmp_path]
-    run("minigrid_ids", *words, "--out", out, "--page", page)
+    words += ["--out", out, "--page", page]
+    run("minigrid_ids", *words, "--flags", "mission")  # which stand there already
+    assert json.loads(out.read_text()) == {env_id: {"mission" + steps: first}}
+    run("minigrid_ids", *words)
     rows = json.loads(out.read_text())[env_id]
     assert list(rows) == ["mission" + steps, "long mission" + steps]
     assert rows["mission" + steps] == first

@@ -414,7 +414,10 @@ def check_obstructed_maze(env, levels, theirs, reached):
     else:
         their_reached = flood(theirs.grid, theirs.position, env.height, env.width)
         theirs_solvable = ((theirs.grid == script.BLUE_BALL) & their_reached).any(1)
-        assert solvable.mean() > 0.9 and key.sum(1).min() < doors == key.sum(1).max()
+        shares = {"2D": 0.93, "1Q": 0.93, "2Q": 0.97, "Full": 1.0}  # as minigrid_ids.md has them
+        share = next(share for name, share in shares.items() if name in env.env_id)
+        assert abs(solvable.mean() - share) < 0.01
+        assert key.sum(1).min() < doors == key.sum(1).max()
         assert same_distribution(solvable.tolist(), theirs_solvable.tolist()) > 1e-5
         their_keys = (theirs.grid & 0xF8 == script.KEY_BOX).sum(1)
         assert same_distribution(key.sum(1).tolist(), their_keys.tolist()) > 1e-5
