@@ -954,9 +954,9 @@ def evaluate(args, params, key):
 
     Actions are the most likely ones or drawn (`eval_mode`).
     """
-    env = make_env(args)
+    env, num_envs = make_env(args), args.eval_episodes
     reset_key, step_key = jax.random.split(key)
-    start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
+    start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
     step_keys = jax.random.split(step_key, env.max_episode_steps)
 
     def is_playing(carry):
@@ -966,21 +966,20 @@ def evaluate(args, params, key):
     def env_step(carry):
         t, playing, state, sums, states = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(step_keys[t], args.eval_episodes + 1)
+        keys = jax.random.split(step_keys[t], num_envs + 1)
         action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
         state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
-        seen = reward, playing, env_metrics(env, state)
-        add = lambda total, x: (total + jnp.where(playing, x, 0)).astype(total.dtype)
-        sums = jax.tree.map(add, sums, seen)
+        returns, lengths, info = sums
+        info = jax.tree.map(jnp.add, info, env_metrics(env, state))
+        sums = select(playing, (returns + reward, lengths + 1, info), sums)  # until it has ended
         states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[0]), states, state)
         return t + 1, playing & ~terminated, state, sums, states
 
-    nothing = jnp.zeros(args.eval_episodes, jnp.float32)
-    info = dict.fromkeys(env_metrics(env, start_state), nothing)
+    nothing, count = jnp.zeros(num_envs, jnp.float32), jnp.zeros(num_envs, jnp.int32)
+    sums = nothing, count, dict.fromkeys(env_metrics(env, start_state), nothing)
     steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
     states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
-    sums = nothing, nothing.astype(jnp.int32), info
-    carry = jnp.int32(0), jnp.ones(args.eval_episodes, bool), start_state, sums, states
+    carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, states
     # Good or bad, most policies need less than the time limit: it ends with the last episode.
     _, _, _, (returns, lengths, info), states = jax.lax.while_loop(is_playing, env_step, carry)
     healthy = jnp.isfinite(ravel_pytree(params)[0]).all()

@@ -1903,9 +1903,9 @@ def evaluate(args, params, key):
         keys = jax.random.split(jax.random.fold_in(step_key, t), num_envs)
         env_state, reward, terminated = jax.vmap(env.step)(keys, env_state, action)
         agent_state = agent_state_after(rnn_state, action, reward)
-        seen = reward, playing, env_metrics(env, env_state)
-        add = lambda total, x: (total + jnp.where(playing, x, 0)).astype(total.dtype)
-        sums = jax.tree.map(add, sums, seen)
+        returns, lengths, info = sums
+        info = jax.tree.map(jnp.add, info, env_metrics(env, env_state))
+        sums = select(playing, (returns + reward, lengths + 1, info), sums)  # until it has ended
         states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[0]), states, env_state)
         return t + 1, playing & ~terminated, env_state, agent_state, sums, states
 

@@ -1111,37 +1111,37 @@ def evaluate(args, params, key):
     drawn = np.array([*range(0, num_envs, args.eval_episodes), args.eval_episodes - 1])
 
     def is_playing(carry):
-        t, playing, _, _, _, _ = carry
+        t, playing, _, _, _ = carry
         return (t < env.max_episode_steps) & playing.any()
 
     def env_step(carry):
-        t, playing, state, sums, held, states = carry
+        t, playing, state, sums, states = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
         keys = jax.random.split(step_keys[t], num_envs + 1)
         action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
         state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
-        seen = reward, playing, env_metrics(env, state)
-        add = lambda total, x: (total + jnp.where(playing, x, 0)).astype(total.dtype)
-        sums = jax.tree.map(add, sums, seen)
-        if hasattr(env, "succeeds"):  # steps in a row, up to the last one
-            held = jnp.where(playing & jax.vmap(env.succeeds)(state), held + 1, 0)
+        returns, lengths, held, info = sums
+        if hasattr(env, "succeeds"):  # for so many steps up to the last one
+            held = jnp.where(jax.vmap(env.succeeds)(state), held + 1, 0)
+        info = jax.tree.map(jnp.add, info, env_metrics(env, state))
+        new_sums = returns + reward, lengths + 1, held, info
+        sums = select(playing, new_sums, sums)  # until the episode has ended
         states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[drawn]), states, state)
-        return t + 1, playing & ~terminated, state, sums, held, states
+        return t + 1, playing & ~terminated, state, sums, states
 
     nothing, count = jnp.zeros(num_envs, jnp.float32), jnp.zeros(num_envs, jnp.int32)
-    sums = nothing, count, dict.fromkeys(env_metrics(env, start_state), nothing)
+    sums = nothing, count, count, dict.fromkeys(env_metrics(env, start_state), nothing)
     steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
     states = jax.tree.map(
         lambda x: jnp.broadcast_to(x[drawn], (steps + 1, len(drawn), *x.shape[1:])), start_state
     )
-    carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, count, states
+    carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, states
     # Most policies need less than the time limit, so this ends with the last episode.
-    _, _, _, sums, held, states = jax.lax.while_loop(is_playing, env_step, carry)
-    returns, lengths, info = jax.tree.map(lambda x: x[: args.eval_episodes], sums)
+    _, _, _, sums, states = jax.lax.while_loop(is_playing, env_step, carry)
+    returns, lengths, _, info = jax.tree.map(lambda x: x[: args.eval_episodes], sums)
     success = {}
     if hasattr(env, "succeeds"):
-        held = held.reshape(len(kinds), args.eval_episodes) >= env.success_steps
-        success = dict(zip(kinds, held))
+        success = dict(zip(kinds, sums[2].reshape(len(kinds), -1) >= env.success_steps))
     healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
     return Evaluation(
         episode_return=jnp.where(healthy, returns, jnp.nan),
