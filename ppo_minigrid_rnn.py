@@ -30,10 +30,9 @@ Where rewards are rare, larger batches that are used more often:
 (Where random play hardly ever succeeds, benchmarks/minigrid_count_bonus.py adds a bonus for what is
 new.)
 
-Tasks that are to be found out by trying, each met four times in a row (pip install xminigrid):
+Levels that are met four times in a row, to be remembered:
 
-    python ppo_minigrid_rnn.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-21k \
-        --episodes-per-trial 4
+    python ppo_minigrid_rnn.py --env-id FourRooms --episodes-per-trial 4 --total-timesteps 5e6
 
 The reference setting, for comparisons:
 
@@ -45,8 +44,7 @@ The reference setting, for comparisons:
 (But for one thing: the reference agent keeps its recurrent state even where a new level begins.)
 
 The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
-function collapse: same ids, encoding, rules, missions and distributions of levels. `XLand` adds
-those of XLand-MiniGrid.
+function collapse: same ids, encoding, rules, missions and distributions of levels.
 
 An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
 step t on (logs show the plain sum of an episode). One head of a network, the actor, is the policy;
@@ -87,7 +85,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import io
 import itertools
 import json
@@ -115,9 +112,6 @@ from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
-
-XLAND = "XLand-"  # how the ids of XLand-MiniGrid's environments begin
-
 
 # ==================================================================================================
 # Args
@@ -179,13 +173,9 @@ class Args:
 
     # Environment
     env_id: str = "MiniGrid-Empty-8x8-v0"
-    """environment; without -v0 or -v1 Farama's newest version; XLand-... needs xminigrid"""
+    """environment; without -v0 or -v1 Farama's newest version"""
     list_envs: bool = False
     """print the environments and exit"""
-    benchmark_id: str | None = None
-    """XLand-MiniGrid's tasks: the name of one of its benchmarks, or a file"""
-    ruleset_id: int | None = None
-    """number of the task in the benchmark; else every level has a random one of the first 10,000"""
     img_obs: bool = False
     """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
     num_envs: int = 64
@@ -861,7 +851,7 @@ def full_id(text):
     """The whole id of a MiniGrid, of which "MiniGrid-" and the version may be left out.
 
     Without a version it is Farama's newest one. Where Farama has one version only, -v1 means that
-    one: who asks for the newest gets it. Other ids, as those of XLand-MiniGrid, stay as they are.
+    one: who asks for the newest gets it. Ids of other packages stay as they are.
     """
     name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
     for known in (name, f"{name}-v1", f"{name}-v0", name.removesuffix("-v1") + "-v0"):
@@ -891,10 +881,7 @@ def make_env(args):
     state after each step is logged as env/<name>. eval_success_rate is the share of episodes with a
     positive return. README has an example.
     """
-    if args.env_id.startswith(XLAND):
-        env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
-    else:
-        env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
+    env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
     return Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
 
 
@@ -2189,13 +2176,6 @@ def check_args(args):
         raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
     if not args.num_updates >= 1:
         raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
-    is_xland = args.env_id.startswith(XLAND)
-    if is_xland and args.img_obs:
-        raise Problem("--img-obs: XLand-MiniGrid's environments have codes only")
-    if not is_xland and (args.benchmark_id, args.ruleset_id) != (None, None):
-        raise Problem("--benchmark-id and --ruleset-id are for XLand-MiniGrid's environments")
-    if args.ruleset_id is not None and args.benchmark_id is None:
-        raise Problem("--ruleset-id needs --benchmark-id")
     if args.distributed and args.eval is not None:
         raise Problem("--eval is for one process, without --distributed")
 
@@ -3586,120 +3566,6 @@ def draw_view(view):
     # One look-up for each pixel row of each tile, [7, 8, 7]: the order of the picture already.
     row = tile[:, None] * TILE + np.arange(TILE)[:, None]
     return at(tile_rows(), row).reshape(VIEW * TILE, VIEW * TILE, 3)
-
-
-# --- Tasks of XLand-MiniGrid ---
-
-
-class XLand:
-    """An environment of XLand-MiniGrid (`pip install xminigrid`) in the form of `MiniGrid`.
-
-    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
-    others when they come near each other or to the agent. The agent observes none of the rules, nor
-    the goal: only the reward tells what they are. To find that out in the first episode and use it
-    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
-    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
-
-    | what        | value                                                                        |
-    | ----------- | ---------------------------------------------------------------------------- |
-    | state       | its `TimeStep`, which contains the observation                               |
-    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
-    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
-    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
-    | terminated  | the goal is reached                                                          |
-    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
-    """
-
-    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises `Problem` where the arguments do not fit or xminigrid is not installed."""
-        if importlib.util.find_spec("xminigrid") is None:
-            raise Problem(f"--env-id {env_id} needs xminigrid: pip install xminigrid")
-        import xminigrid
-        from xminigrid.core import constants
-
-        known = xminigrid.registered_environments()
-        name = env_id if env_id in known else env_id.removeprefix(XLAND)
-        if name not in known:
-            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
-            raise Problem(message)
-        self.env, self.params = xminigrid.make(name)
-        self.benchmark = None
-        has_rulesets = hasattr(self.params, "ruleset")
-        if has_rulesets != (benchmark_id is not None):
-            needs = "needs" if has_rulesets else "has no rulesets, so no"
-            raise Problem(f"--env-id {env_id} {needs} --benchmark-id")
-        if has_rulesets:
-            self.benchmark = load_rulesets(benchmark_id, ruleset_id)
-        self.num_actions = self.env.num_actions(self.params)
-        self.observes_mission = False
-        self.max_episode_steps = self.params.max_steps
-        self.width = self.params.width
-        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
-
-    def reset(self, key):
-        """A start state, drawn with a PRNG key."""
-        ruleset_key, places_key = jax.random.split(key)
-        params = self.params
-        if self.benchmark is not None:
-            ruleset = self.benchmark.sample_ruleset(ruleset_key)
-            params = params.replace(ruleset=ruleset)
-        start = self.env.reset(params, places_key)
-        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
-
-    def step(self, key, state, action):
-        """One step; returns (state, reward [], terminated [])."""
-        after = self.env.step(self.params, state, action)  # the ruleset is in the state
-        return after, after.reward, after.discount == 0
-
-    def observe(self, state):
-        """What the agent sees of a state."""
-        return {"image": state.observation, "direction": state.state.agent.direction}
-
-    def render(self, state):
-        """The whole level as uint8 pixels."""
-        from xminigrid.rendering.rgb_render import render
-
-        return render(state.state.grid, state.state.agent, self.params.view_size, 320 // self.width)
-
-
-MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
-
-
-def load_rulesets(benchmark_id, ruleset_id):
-    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
-
-    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
-    this unpickles what is in a file, so it must come from someone whom you trust. `Problem`.
-    """
-    from xminigrid import benchmarks
-
-    known = benchmarks.registered_benchmarks()
-    is_name = benchmark_id in known
-    load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
-    try:
-        rulesets = load(benchmark_id)
-    except Exception as error:  # damaged bytes make pickle raise nearly anything
-        what = f"neither one of {', '.join(known)} nor a file of rulesets"
-        if is_name:
-            what = "cannot be downloaded or read"
-        raise Problem(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
-    count = rulesets.num_rulesets()
-    chosen = slice(MAX_RULESETS)
-    if ruleset_id is None and count > MAX_RULESETS:
-        print(f"of the {count:,} rulesets of {benchmark_id} the first {MAX_RULESETS:,} are used")
-    if ruleset_id is not None:
-        if not 0 <= ruleset_id < count:
-            raise Problem(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
-        chosen = slice(ruleset_id, ruleset_id + 1)
-    return jax.tree.map(lambda x: x[chosen], rulesets)
-
-
-@functools.cache
-def find_xland(env_id, benchmark_id, ruleset_id):
-    """The `XLand` of these flags, read once."""
-    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
-    with jax.ensure_compile_time_eval():
-        return XLand(env_id, benchmark_id, ruleset_id)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ weights. Results go to benchmarks/results/minigrid_learning.json, one entry per 
 
 MemoryS7-NoCue is no id of Farama's but its MemoryS7 without the cue: which of both ends of the
 junction is right can only be tried. It is played in trials of four episodes on the same level, and
-1,024 of these are evaluated. XLand-MiniGrid-R1-9x9 is one task of `xland_tasks.py`; it needs
-xminigrid, and is nothing that Farama has.
+1,024 of these are evaluated.
 """
 
 import argparse
@@ -35,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import minigrid_count_bonus
 import numpy as np
-import xland_tasks
 from minigrid.envs import MemoryEnv  # minigrid also registers the ids
 from minigrid.wrappers import RGBImgPartialObsWrapper
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -96,9 +94,6 @@ RUNS = {
     "PutNear-6x6-N2": dict(LONG_MISSION, total_timesteps=8_000_000),
     # With MEMORY's entropy it had learned nothing after a million steps.
     "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
-    "XLand-MiniGrid-R1-9x9": dict(
-        MISSION, total_timesteps=2_000_000, episodes_per_trial=2, ruleset_id=7
-    ),
 }
 
 
@@ -245,10 +240,6 @@ def train_and_evaluate(env_id, options, choice, flags):
         "runs_dir": f"{choice.folder}/runs",
         "videos_dir": f"{choice.folder}/videos",
     }
-    if env_id.startswith(script.XLAND):
-        options["benchmark_id"] = f"{choice.folder}/tasks"
-        pathlib.Path(choice.folder).mkdir(parents=True, exist_ok=True)
-        xland_tasks.write_tasks(options["benchmark_id"], 64)
     start = time.perf_counter()
     script.main([*words_of(options), *flags])
     seconds = time.perf_counter() - start
@@ -265,18 +256,17 @@ def train_and_evaluate(env_id, options, choice, flags):
     result["steps_to_0.9"] = steps_to(0.9 * episodes, run_dir, first)
     result["seed"] = choice.seed
     result["wall_seconds"] = seconds
-    paths = ("runs_dir", "videos_dir", "resume", "eval", "benchmark_id")
+    paths = ("runs_dir", "videos_dir", "resume", "eval")
     result["args"] = {name: x for name, x in summary["args"].items() if name not in paths}
     if args.episodes_per_trial > 1:
         episodes = range(1, args.episodes_per_trial + 1)
         result["trial_success_rates"] = [summary[f"eval_success_rate_{c}"] for c in episodes]
         result["success_rate"] = np.mean(result["trial_success_rates"])  # of its episodes
-    if not env_id.startswith(script.XLAND):
-        params = jax.tree.map(lambda x: x[0], params)
-        farama = farama_success(args, params, choice.episodes)
-        result["farama_success_rate"] = farama.mean()
-        if args.episodes_per_trial > 1:
-            result["farama_trial_success_rates"] = farama.tolist()
+    params = jax.tree.map(lambda x: x[0], params)
+    farama = farama_success(args, params, choice.episodes)
+    result["farama_success_rate"] = farama.mean()
+    if args.episodes_per_trial > 1:
+        result["farama_trial_success_rates"] = farama.tolist()
     result["date"] = datetime.date.today().isoformat()
     result["device"] = f"{summary['device']}, {platform.machine()}"
     return result | {"cpu_count": len(os.sched_getaffinity(0)), "jax": summary["jax_version"]}

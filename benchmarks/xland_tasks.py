@@ -1,4 +1,4 @@
-"""Writes a file of tasks for `ppo_minigrid_rnn.py --env-id XLand-... --benchmark-id FILE`.
+"""Writes a file of tasks for `worlds/xland_minigrid.py --benchmark-id FILE`.
 
     python benchmarks/xland_tasks.py trivial --tasks 64  # needs xminigrid, no download
 

@@ -52,7 +52,6 @@ ELSEWHERE = {
     "starts_per_update": "of environments whose reset takes long",
     "connect_all": "of Farama's MiniGrid",
     "RGBImgPartialObsWrapper": "of Farama's MiniGrid",
-    "TimeStep": "of XLand-MiniGrid",
 }
 BANNERS = ["Args", "Environment", "Agent", "Optimizer", "PPO", "Training", "Evaluation", "Running"]
 THIRD_PARTY = {"jax", "flax", "optax", "numpy", "tyro", "tensorboard", "imageio", "PIL", "envpool"}
@@ -174,7 +173,7 @@ def test_imports(script):
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     everywhere = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert packages(top) <= THIRD_PARTY
-    optional = {"wandb", "xminigrid"}  # imported where a flag asks for them
+    optional = {"wandb"}  # imported where a flag asks for it
     assert packages(everywhere) <= THIRD_PARTY | optional
     block = r"^# /// script\n(.*?)^# ///$"
     block = re.search(block, source(script.__name__), re.MULTILINE | re.DOTALL)[1]

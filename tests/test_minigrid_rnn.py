@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import sys
 import types
 from typing import NamedTuple
 from unittest import mock
@@ -707,10 +706,3 @@ def test_unknown_environment_names_the_nearest():
     with pytest.raises(script.Problem, match="MiniGrid-DoorKey-6x6-v0"):
         script.main(["--env-id", "DorKey-6x6"])
     assert script.parse_args(["--env-id", "MemoryS9"]).env_id == "MiniGrid-MemoryS9-v0"
-
-
-def test_xland_needs_a_package(monkeypatch):
-    """What is in it is tested in test_xland.py, where it is installed."""
-    monkeypatch.setitem(sys.modules, "xminigrid", None)
-    with pytest.raises(script.Problem, match="XLand-MiniGrid-R1-9x9 .*pip install xminigrid"):
-        script.main(["--env-id", "XLand-MiniGrid-R1-9x9"])

@@ -13,11 +13,19 @@ from conftest import ROOT, environment, run_main, words_of
 import ppo_minigrid_rnn as script
 
 xminigrid = pytest.importorskip("xminigrid")
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "worlds")]
+import xland_minigrid as world  # noqa: E402
 from xland_tasks import write_tasks  # noqa: E402
 
 SMALL = dict(num_envs=16, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
 ROOM = "XLand-MiniGrid-R1-9x9"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """The script with these environments, as the program starts it."""
+    monkeypatch.setattr(script, "Args", world.Args)
+    monkeypatch.setattr(script, "make_env", world.make_env)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +43,7 @@ def equal(ours, theirs):
 
 def test_steps_equal_xminigrid(task_file):
     """Random actions from many starts, some of them just before the time limit."""
-    num_envs, ours = 128, script.XLand(ROOM, task_file)
+    num_envs, ours = 128, world.XLand(ROOM, task_file)
     theirs, params = xminigrid.make(ROOM)
     assert (ours.num_actions, ours.max_episode_steps) == (6, params.max_steps)
     keys = jax.random.split(jax.random.key(0), num_envs)
@@ -64,7 +72,7 @@ def test_tasks(task_file):
     benchmark = xminigrid.benchmarks.load_benchmark_from_path(task_file)
     rulesets = [benchmark.get_ruleset(i) for i in range(10)]
     keys = jax.random.split(jax.random.key(0), 200)
-    levels = jax.device_get(jax.jit(jax.vmap(script.XLand(ROOM, task_file).reset))(keys)).state
+    levels = jax.device_get(jax.jit(jax.vmap(world.XLand(ROOM, task_file).reset))(keys)).state
     found = set()
     for goal, grid in zip(levels.goal_encoding, levels.grid):
         (number,) = [i for i in range(10) if (rulesets[i].goal == goal).all()]
@@ -74,14 +82,14 @@ def test_tasks(task_file):
     assert found == set(range(10))
     assert len(np.unique(levels.grid, axis=0)) > 190
 
-    levels = jax.jit(jax.vmap(script.XLand(ROOM, task_file, 7).reset))(keys[:20])
+    levels = jax.jit(jax.vmap(world.XLand(ROOM, task_file, 7).reset))(keys[:20])
     assert (levels.state.goal_encoding == rulesets[7].goal).all()
 
 
 def test_a_trial_keeps_its_task(task_file):
     """Level and task of all episodes of a trial are the same; the next trial has new ones."""
     args = script.Args(env_id=ROOM, benchmark_id=task_file, episodes_per_trial=3, **SMALL)
-    single = script.XLand(ROOM, task_file)
+    single = world.XLand(ROOM, task_file)
     single.max_episode_steps = 5
     env = script.Trials(single, args.episodes_per_trial)
     key = jax.random.key(0)
@@ -105,7 +113,7 @@ def test_a_trial_keeps_its_task(task_file):
     equal(*jax.tree.map(lambda x: x[first], (trial.env_state, trial.start_state)))
 
 
-def test_a_port_from_the_command_line(tmp_path):
+def test_a_port_from_the_command_line(tmp_path, monkeypatch):
     """Training, evaluation and video of the environment with the smallest view, 3x3."""
     run_dir = run_main(
         script, tmp_path, env_id="XLand-MiniGrid-MemoryS8", total_timesteps=256, eval_episodes=2
@@ -113,14 +121,19 @@ def test_a_port_from_the_command_line(tmp_path):
     assert (run_dir / "summary.json").is_file() and list(tmp_path.glob("videos/*/*.gif"))
     args, params = script.load_run(run_dir)
     assert params["params"]["encoder"].keys() == {"conv0", "conv1"}
+    monkeypatch.undo()
+    with pytest.raises(script.Problem, match="is not a run of this script"):
+        script.main(["--eval", str(run_dir)])
 
 
 def test_first_use_while_a_program_is_traced():
     """Nothing that xminigrid makes at its import belongs to the program that is traced then."""
     code = """
-import jax, ppo_minigrid_rnn as script
-args = script.Args(env_id="XLand-MiniGrid-MemoryS8")
-reset = jax.jit(jax.vmap(lambda key: script.make_env(args).reset(key)))
+import sys
+sys.path.insert(0, "benchmarks/worlds")
+import jax, xland_minigrid as world
+args = world.Args(env_id="XLand-MiniGrid-MemoryS8")
+reset = jax.jit(jax.vmap(lambda key: world.make_env(args).reset(key)))
 jax.eval_shape(reset, jax.random.split(jax.random.key(0), 2))
 reset(jax.random.split(jax.random.key(0), 3))
 """
@@ -131,11 +144,14 @@ def test_arguments_are_parsed_before_jax_starts(task_file):
     """Processes that train together meet before JAX does anything; xminigrid makes arrays."""
     words = ["--env-id", ROOM, "--benchmark-id", task_file]
     code = f"""
-import ppo_minigrid_rnn as script
+import sys
+sys.path.insert(0, "benchmarks/worlds")
+import xland_minigrid as world
 from jax._src import xla_bridge
-args = script.parse_args({words})
+world.ppo.Args, world.ppo.make_env = world.Args, world.make_env
+args = world.ppo.parse_args({words})
 assert not xla_bridge.backends_are_initialized()
-script.make_env(args)
+world.make_env(args)
 assert xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
@@ -153,7 +169,7 @@ def test_usage_errors(task_file, tmp_path):
         (dict(env_id=ROOM, benchmark_id=task_file, ruleset_id=10), "--ruleset-id 10: .* 0 to 9"),
         (dict(env_id=ROOM, benchmark_id=task_file, img_obs=True), "--img-obs"),
         (dict(env_id="XLand-MiniGrid-Empty-5x5", benchmark_id=task_file), "has no rulesets"),
-        (dict(env_id="Empty-5x5", benchmark_id=task_file), "--benchmark-id and --ruleset-id"),
+        (dict(env_id="Empty-5x5"), "--env-id MiniGrid-Empty-5x5-v0: unknown to xminigrid"),
     ]:
         with pytest.raises(script.Problem, match=message) as error:
             script.main(words_of(**options))
@@ -168,18 +184,16 @@ def test_a_file_of_the_generator(task_file, tmp_path, capsys):
     from xminigrid.benchmarks import load_bz2_pickle, save_bz2_pickle
 
     tasks = load_bz2_pickle(task_file)
-    many = {
-        name: np.resize(x, (script.MAX_RULESETS + 5, *x.shape[1:])) for name, x in tasks.items()
-    }
+    many = {name: np.resize(x, (world.MAX_RULESETS + 5, *x.shape[1:])) for name, x in tasks.items()}
     many["goals"] = np.array(many["goals"])
     many["goals"][-1] = 7
     many["generation_config"] = {"chain_depth": 0, "random_seed": 42, "prune_prob": 0.0}
     save_bz2_pickle(many, str(tmp_path / "many"))
-    part = script.load_rulesets(str(tmp_path / "many"), None)
-    assert part.num_rulesets() == script.MAX_RULESETS
+    part = world.load_rulesets(str(tmp_path / "many"), None)
+    assert part.num_rulesets() == world.MAX_RULESETS
     assert "of the 10,005 rulesets of " in (out := capsys.readouterr().out)
     assert out.endswith(" the first 10,000 are used\n")
     equal(part.goals[:10], tasks["goals"])
-    last = script.XLand(ROOM, str(tmp_path / "many"), script.MAX_RULESETS + 4)
+    last = world.XLand(ROOM, str(tmp_path / "many"), world.MAX_RULESETS + 4)
     level = jax.jit(last.reset)(jax.random.key(0))
     assert (level.state.goal_encoding == 7).all()

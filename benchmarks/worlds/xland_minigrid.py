@@ -1,0 +1,159 @@
+"""XLand-MiniGrid in the recurrent script: tasks that are to be found out by trying.
+
+    python benchmarks/worlds/xland_minigrid.py --benchmark-id trivial-21k --episodes-per-trial 4
+    python benchmarks/worlds/xland_minigrid.py --env-id XLand-MiniGrid-DoorKey-8x8
+
+Needs `pip install xminigrid`. `--benchmark-id` is the name of one of its benchmarks, a download, or
+a file that its generator or benchmarks/xland_tasks.py wrote. "XLand-" before the id of one of its
+ports of MiniGrid plays those. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out
+the line with sys.path.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+
+import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import ppo_minigrid_rnn as ppo  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(ppo.Args):
+    """Recurrent PPO on XLand-MiniGrid."""
+
+    exp_name: str = pathlib.Path(__file__).stem
+    env_id: str = "XLand-MiniGrid-R1-9x9"
+    benchmark_id: str | None = None
+    """tasks: the name of one of XLand-MiniGrid's benchmarks, or a file"""
+    ruleset_id: int | None = None
+    """number of the task in the benchmark; else every level has a random one of the first 10,000"""
+
+
+class XLand:
+    """An environment of XLand-MiniGrid in the form of `ppo.MiniGrid`.
+
+    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
+    others when they come near each other or to the agent. The agent observes none of the rules, nor
+    the goal: only the reward tells what they are. To find that out in the first episode and use it
+    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
+    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
+
+    | what        | value                                                                        |
+    | ----------- | ---------------------------------------------------------------------------- |
+    | state       | its `TimeStep`, which contains the observation                               |
+    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
+    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
+    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
+    | terminated  | the goal is reached                                                          |
+    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
+    """
+
+    def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
+        """Raises `Problem` where the arguments do not fit."""
+        import xminigrid  # makes arrays: not before processes that train together have met
+        from xminigrid.core import constants
+
+        known = xminigrid.registered_environments()
+        name = env_id if env_id in known else env_id.removeprefix("XLand-")
+        if name not in known:
+            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
+            raise ppo.Problem(message)
+        self.env, self.params = xminigrid.make(name)
+        self.benchmark = None
+        has_rulesets = hasattr(self.params, "ruleset")
+        if has_rulesets != (benchmark_id is not None):
+            needs = "needs" if has_rulesets else "has no rulesets, so no"
+            raise ppo.Problem(f"--env-id {env_id} {needs} --benchmark-id")
+        if has_rulesets:
+            self.benchmark = load_rulesets(benchmark_id, ruleset_id)
+        self.num_actions = self.env.num_actions(self.params)
+        self.observes_mission = False
+        self.max_episode_steps = self.params.max_steps
+        self.width = self.params.width
+        self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
+
+    def reset(self, key):
+        """A start state, drawn with a PRNG key."""
+        ruleset_key, places_key = jax.random.split(key)
+        params = self.params
+        if self.benchmark is not None:
+            ruleset = self.benchmark.sample_ruleset(ruleset_key)
+            params = params.replace(ruleset=ruleset)
+        start = self.env.reset(params, places_key)
+        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
+
+    def step(self, key, state, action):
+        """One step; returns (state, reward [], terminated [])."""
+        after = self.env.step(self.params, state, action)  # the ruleset is in the state
+        return after, after.reward, after.discount == 0
+
+    def observe(self, state):
+        """What the agent sees of a state."""
+        return {"image": state.observation, "direction": state.state.agent.direction}
+
+    def render(self, state):
+        """The whole level as uint8 pixels."""
+        from xminigrid.rendering.rgb_render import render
+
+        return render(state.state.grid, state.state.agent, self.params.view_size, 320 // self.width)
+
+
+MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
+
+
+def load_rulesets(benchmark_id, ruleset_id):
+    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
+
+    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
+    this unpickles what is in a file, so it must come from someone whom you trust. `Problem`.
+    """
+    from xminigrid import benchmarks
+
+    known = benchmarks.registered_benchmarks()
+    is_name = benchmark_id in known
+    load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
+    try:
+        rulesets = load(benchmark_id)
+    except Exception as error:  # damaged bytes make pickle raise nearly anything
+        what = f"neither one of {', '.join(known)} nor a file of rulesets"
+        if is_name:
+            what = "cannot be downloaded or read"
+        raise ppo.Problem(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
+    count = rulesets.num_rulesets()
+    chosen = slice(MAX_RULESETS)
+    if ruleset_id is None and count > MAX_RULESETS:
+        print(f"of the {count:,} rulesets of {benchmark_id} the first {MAX_RULESETS:,} are used")
+    if ruleset_id is not None:
+        if not 0 <= ruleset_id < count:
+            raise ppo.Problem(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+        chosen = slice(ruleset_id, ruleset_id + 1)
+    return jax.tree.map(lambda x: x[chosen], rulesets)
+
+
+@functools.cache
+def find_xland(env_id, benchmark_id, ruleset_id):
+    """The `XLand` of these flags, read once."""
+    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
+    with jax.ensure_compile_time_eval():
+        return XLand(env_id, benchmark_id, ruleset_id)
+
+
+def make_env(args):
+    """The environment of the flags; `Problem` for those that do not fit."""
+    if args.img_obs:
+        raise ppo.Problem("--img-obs: XLand-MiniGrid's environments have codes only")
+    if args.ruleset_id is not None and args.benchmark_id is None:
+        raise ppo.Problem("--ruleset-id needs --benchmark-id")
+    env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
+    return ppo.Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
+
+
+if __name__ == "__main__":
+    ppo.Args, ppo.make_env = Args, make_env
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")
