@@ -1,5 +1,6 @@
 """README's Python snippets, run as they stand beside the scripts, but for the videos."""
 
+import ast
 import functools
 import itertools
 import json
@@ -9,13 +10,18 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from conftest import LIGHT_COMPILATION, QUICK_COMPILATION, ROOT, arrays_of, scalars
 
 import ppo_cartpole_jax
+import ppo_minigrid_rnn
+import ppo_swingup_jax
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+LEARNERS = ppo_cartpole_jax, ppo_swingup_jax, ppo_minigrid_rnn
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def snippet(*words):
@@ -49,9 +55,7 @@ def test_every_snippet_is_run():
 
 
 SOLVED = {  # words of the snippet: the lowest greedy return
-    "class Gymnax:": 500,
     "class ActorCritic(nn.Module)": 500,
-    "class Catch:": 1,
     "losses/ratio_max": 500,
     "class Pendulum:": -200,
 }
@@ -191,9 +195,9 @@ def test_learning_curve(tmp_path):
 
 def test_sweep_file_of_weights_and_biases():
     """Its words, written as W&B writes them, are flags: true ones alone, false ones not at all."""
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    grid = re.findall(r"^  ([\w-]+): \{values: \[(.*)\]\}$", block, re.MULTILINE)
-    assert "${args_no_boolean_flags}" in block and len(grid) == 2
+    (line,) = re.findall(r"`parameters: \{(.*?)\}`", README)
+    grid = re.findall(r"([\w-]+): \{values: \[(.*?)\]\}", line)
+    assert "${args_no_boolean_flags}" in README and len(grid) == 2
     seen = set()
     for values in itertools.product(*(values.split(", ") for _, values in grid)):
         words = []
@@ -204,8 +208,38 @@ def test_sweep_file_of_weights_and_biases():
     assert seen == {(0.001, False), (0.001, True), (0.003, False), (0.003, True)}
 
 
+def table_rows(first):
+    """Cells of the table whose first head is `first`, one list for each row below it."""
+    (table,) = re.findall(rf"^\| {first} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", README, re.MULTILINE)
+    return [line.strip("| ").split(" | ") for line in table.splitlines()]
+
+
+def test_table_of_defaults():
+    """Its columns of the scripts have their defaults."""
+    for names, *cells in table_rows(r"flag \| both `ppo.py`.*"):
+        for script, cell in zip(LEARNERS, cells[1::2], strict=True):
+            for name, value in zip(names.split(" x "), cell.split(" x "), strict=True):
+                default = getattr(script.Args(), name.strip("`"))
+                assert default == ast.literal_eval(value), (script.__name__, name)
+
+
+def test_table_of_metrics():
+    """It has every tag that training logs, and no other."""
+    tags = set()
+    for cell, *_ in table_rows("tag"):
+        first, *others = re.findall(r"`([\w/]+)`", cell)
+        group = first.split("/")[0]
+        tags |= {first, *(tag if "/" in tag else f"{group}/{tag}" for tag in others)}
+    logged = {"charts/SPS"}
+    for script in LEARNERS:
+        key = jax.random.key(0)
+        _, metrics = jax.eval_shape(functools.partial(script.train, script.Args()), key)
+        logged |= {tag for tag in metrics if not tag.startswith("env/")}
+    assert tags == logged
+
+
 def test_length():
-    """At most 300 lines are there before a reader opens a recipe."""
-    text = (ROOT / "README.md").read_text()
-    closed = re.sub(r"(<details>.*?</summary>)\n.*?</details>", r"\1", text, flags=re.DOTALL)
-    assert text.count("<details>") > 10 and len(closed.splitlines()) <= 300
+    """At most 300 lines are there before a reader opens a recipe, and 780 in all."""
+    closed = re.sub(r"(<details>.*?</summary>)\n.*?</details>", r"\1", README, flags=re.DOTALL)
+    assert README.count("<details>") > 10
+    assert len(closed.splitlines()) <= 300 and len(README.splitlines()) <= 780
