@@ -353,7 +353,7 @@ def at(table, index):
 def put(grid, cells, value):
     """The grid [G] with `value` [] in one cell ([]) or in each of several ([any])."""
     # A comparison with every cell: a scatter is slower on a CPU.
-    chosen = (np.arange(grid.size, dtype=np.int32) == jnp.reshape(cells, (-1, 1))).any(0)
+    chosen = (np.arange(grid.size, dtype=np.int32)[None] == jnp.reshape(cells, (-1, 1))).any(0)
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
 
 
@@ -728,14 +728,13 @@ class MiniGrid:
 @functools.cache
 def num_uniforms(env):
     """How many random numbers a level of a `MiniGrid` takes, found out by tracing one."""
-    draws = []
 
-    def make_level(numbers):
-        draws.append(Uniforms(numbers))
-        return env.level(env, draws[0])
+    def used(numbers):
+        draw = Uniforms(numbers)
+        env.level(env, draw)
+        return numbers[: draw.count]
 
-    jax.eval_shape(make_level, jax.ShapeDtypeStruct((2**16,), jnp.float32))
-    return draws[0].count
+    return jax.eval_shape(used, jax.ShapeDtypeStruct((2**16,), jnp.float32)).size
 
 
 def check_walls(env, state):
@@ -771,6 +770,7 @@ class TrialState(NamedTuple):
     returns: jax.Array  # [C], of each episode so far
     episode: jax.Array  # [] int32, its episodes that are over
     restarted: jax.Array  # [] bool, whether the last step ended an episode
+    info: dict  # {name: []}, what the environment says of the state that the last step made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -815,6 +815,7 @@ class Trials:
             returns=jnp.zeros(self.num_episodes, jnp.float32),
             episode=jnp.int32(0),
             restarted=jnp.bool_(False),
+            info=jax.tree.map(jnp.copy, self.env_info(start_state)),
         )
 
     def step(self, key, state, action):
@@ -831,6 +832,7 @@ class Trials:
             returns=state.returns.at[state.episode].add(reward),
             episode=episode,
             restarted=ended,
+            info=self.env_info(env_state),
         )
         return after, reward, episode >= self.num_episodes
 
@@ -838,9 +840,13 @@ class Trials:
         """What the agent sees of a state, and whether the last step ended an episode."""
         return {**self.env.observe(state.env_state), "restarted": state.restarted}
 
+    def env_info(self, env_state):
+        """What the environment says of a state of its own, {} where it has no `metrics`."""
+        return self.env.metrics(env_state) if hasattr(self.env, "metrics") else {}
+
     def metrics(self, state):
-        """What the environment says of itself; where an episode has ended, of the next one."""
-        return self.env.metrics(state.env_state) if hasattr(self.env, "metrics") else {}
+        """What the environment says of the state that the last step made, before any restart."""
+        return state.info
 
     def render(self, state):
         """Draws a state on the host."""
@@ -1355,7 +1361,6 @@ def mean_of_ended(last):
 
 def select(mask, yes, no):
     """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
-
     return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
@@ -1667,9 +1672,9 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html: the first
-        # is less noisy and never negative.
-        "losses/approx_kl": (ratio - 1 - log_ratio).mean(),
+        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html. The first,
+        # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
+        "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
@@ -1826,9 +1831,8 @@ def update(args, state):
         "charts/episodic_length": mean_of_ended(stats.last_length),
         **{f"env/{name}": x.mean() for name, x in trajectory.info.items()},
     }
-    state = state._replace(params=params, opt_state=opt_state, update=state.update + 1)
-    state = state._replace(env_state=env_state, agent_state=agent_state)
-    return state._replace(stats=stats, key=next_key), metrics
+    state = TrainState(params, opt_state, env_state, agent_state, stats, next_key, state.update + 1)
+    return state, metrics
 
 
 def train(args, key):
@@ -2002,10 +2006,8 @@ def join_processes(args):
     """
     # JAX's own service would catch SIGTERM before `remembered_signals` does.
     jax.config.update("jax_enable_preemption_service", False)
-    try:
+    with problems("--distributed", ValueError):  # no cluster is found
         jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
-    except ValueError as error:  # no cluster is found
-        raise Problem(f"--distributed: {error}") from error
     if jax.process_index() == 0:
         return args
     sys.stdout = open(os.devnull, "w")
@@ -2063,26 +2065,27 @@ def program(args, function, level=2, **options):
 
 
 @contextlib.contextmanager
-def writing(path):
-    """Turns what the disk refuses into a `Problem` that names the file."""
+def problems(message, *kinds):
+    """Turns exceptions of some kinds into a `Problem` that begins with a message."""
     try:
         yield
-    except OSError as error:
-        raise Problem(f"{path} cannot be written: {error.strerror or error}") from error
+    except kinds as error:
+        raise Problem(f"{message}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_file(path, content):
     """Writes bytes to a file that nobody sees half-written."""
-    temporary = path.with_suffix(".tmp")
-    with writing(path), contextlib.ExitStack() as stack:
+    temporary = path.with_suffix(f".{os.urandom(3).hex()}.tmp")  # of this process alone
+    with problems(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
         stack.callback(temporary.unlink, missing_ok=True)  # whatever a full disk has taken of it
         temporary.write_bytes(content)
         temporary.replace(path)
 
 
 def write_json(path, content):
-    """Writes a dict as JSON."""
-    write_file(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
+    """Writes a dict as strict JSON, which has no word for infinity: 1e999 is read as that."""
+    text = json.dumps(content, indent=2, default=str).replace('": Infinity', '": 1e999')
+    write_file(path, f"{text}\n".encode())
 
 
 def is_key(leaf):
@@ -2119,11 +2122,9 @@ def load_checkpoint(run_dir, like):
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     names = jax.eval_shape(named_arrays, like).keys()
-    try:
-        with np.load(path, allow_pickle=False) as file:  # reading checks the CRC
-            saved = {name: file[name] for name in file if name in names}
-    except Exception as error:  # damaged bytes make NumPy and zipfile raise nearly anything
-        raise Problem(f"{path} cannot be read: {error}") from error
+    # Reading checks the CRC. Damaged bytes make NumPy and zipfile raise nearly anything.
+    with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
+        saved = {name: file[name] for name in file if name in names}
 
     def restore(tree_path, leaf):
         name = leaf_name(tree_path)
@@ -2131,8 +2132,7 @@ def load_checkpoint(run_dir, like):
         array = saved.get(name, np.zeros(0))
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
-            expected = f"{want.dtype} {want.shape}"
-            raise Problem(f"{path} does not fit: {name} is {have}, not {expected}")
+            raise Problem(f"{path} does not fit: {name} is {have}, not {want.dtype} {want.shape}")
         return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
 
     return jax.tree.map_with_path(restore, like)
@@ -2160,35 +2160,36 @@ def init_states(args):
 
 def check_args(args):
     """Raises `Problem` for flags that cannot work. Those that you delete may stay listed here."""
+    if not args.total_timesteps >= args.batch_size:
+        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
     sizes = "action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim"
     more = "checkpoint_interval eval_episodes num_devices episodes_per_trial"
     counts = f"{counts} {sizes} {more}".split()
-    positive = "learning_rate clip_coef vf_coef max_grad_norm adam_eps".split()
-    limits = dict.fromkeys(counts, (1, math.inf)) | dict.fromkeys(positive, (0, math.inf))
+    positive = "learning_rate clip_coef vf_coef max_grad_norm target_kl adam_eps".split()
+    limits = dict.fromkeys(counts, (1, 2**31 - 1)) | dict.fromkeys(positive, (0, math.inf))
     limits |= {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - args.num_seeds)}
-    for name, (low, high) in limits.items():
-        if not low <= getattr(args, name, low) <= high:  # so NaN is refused, too
+    for name, value in vars(args).items():
+        low, high = limits.get(name, (-1e38, 1e38))
+        if isinstance(value, int | float) and not low <= value <= high:  # so NaN is refused, too
             raise Problem(f"--{name.replace('_', '-')} must be from {low} to {high}")
-    if "/" in args.exp_name:
-        raise Problem("--exp-name is part of a folder's name: no slashes")
+    if "/" in args.exp_name or not args.exp_name.isprintable():
+        raise Problem("--exp-name is part of a folder's name: no slashes, nothing unprintable")
     if args.num_envs % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
-    if not args.num_updates >= 1:
-        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     if args.distributed and args.eval is not None:
         raise Problem("--eval is for one process, without --distributed")
 
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises `Problem`."""
-    try:
+    # A program that has an environment of its own may also evaluate and resume its runs.
+    message = f"{run_dir} is not a run of this script, or only of the program that started it"
+    with problems(message, OSError, ValueError, AttributeError, TypeError, Problem):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
         args = Args(**saved)
         check_args(args)
-    except (OSError, ValueError, AttributeError, TypeError, Problem) as error:
-        raise Problem(f"{run_dir} is not a run of this script: {error}") from error
     return args
 
 
@@ -2236,11 +2237,13 @@ def remembered_signals():
     KeyboardInterrupt is one, could come while the state is being donated.
     """
     received, handlers = [], {}
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+    # By name: Windows has only two of them.
+    numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")]
 
     def remember(number, frame):
         received.append(number)
-        os.write(1, b"\nstopping after the updates under way; a second time ends at once\n")
+        with contextlib.suppress(OSError):  # nobody may read it
+            os.write(1, b"\nstopping after the updates under way; a second time ends at once\n")
         for n in handlers:
             signal.signal(n, signal.SIG_DFL)
 
@@ -2256,6 +2259,14 @@ def remembered_signals():
 
 
 # --- Metrics ---
+
+
+def tell(text, end="\n"):
+    """Prints at once; where nobody can read it, or a disk is full, training goes on in silence."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
 
 
 class Logger:
@@ -2276,9 +2287,10 @@ class Logger:
         table = "\n".join(["|flag|value|", "|-|-|", *rows])
         self.files = []
         for run in self.runs:
-            name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
-            path = pathlib.Path(run_dir, run, name)
-            with writing(path):
+            path = run_dir / run / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
+            # Readers go by names: this one comes after those of earlier starts, whatever the clock.
+            path = max([path, *(p.with_name(f"{p.name}.1") for p in path.parent.glob("events.*"))])
+            with problems(f"{path} cannot be written", OSError):
                 path.parent.mkdir(exist_ok=True)
                 file = open(path, "ab", buffering=0)  # a killed run loses nothing
             self.files.append(file)
@@ -2292,7 +2304,7 @@ class Logger:
     def add(self, file, update, offset=0, **content):
         step = update * self.args.batch_size + offset
         event = Event(wall_time=time.time(), step=step, **content)
-        with writing(file.name):
+        with problems(f"{file.name} cannot be written", OSError):
             RecordWriter(file).write(event.SerializeToString())
 
     def write(self, update, metrics):
@@ -2338,11 +2350,11 @@ class Logger:
         line = f"{step:,} steps ({done:.0%}), {left:.0f} s left, {self.sps:,.0f} SPS"
         if np.isfinite(returns).any():
             line += f", return {returns[np.isfinite(returns)].mean():.4g}"
-        print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+        tell(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n")
 
     def close(self):
         """Leaves the line of progress; closes the event files and the run of Weights & Biases."""
-        print(end="\n" if sys.stdout.isatty() else "", flush=True)
+        tell("", end="\n" if sys.stdout.isatty() else "")
         for file in self.files:
             file.close()
         if self.args.track:
@@ -2351,14 +2363,11 @@ class Logger:
 
 def start_tracking(args, run_dir):
     """Begins or continues the run of Weights & Biases that `Logger` writes to."""
-    try:
+    with problems("--track", Exception):  # not installed, no login, no network
         import wandb
 
-        name = run_dir.resolve().name
         owner = dict(project=args.wandb_project_name, entity=args.wandb_entity)
-        wandb.init(**owner, id=name, resume="allow", config=vars(args))
-    except Exception as error:  # not installed, no login, no network
-        raise Problem(f"--track: {error}") from error
+        wandb.init(**owner, id=run_dir.resolve().name, resume="allow", config=vars(args))
 
 
 # --- Results ---
@@ -2380,18 +2389,13 @@ def evaluation_scores(evaluation):
     return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
 
 
-def healthy_mean(values):
-    """Mean over seeds [K] without those that are NaN; NaN where all are."""
-    return values[np.isfinite(values)].mean() if np.isfinite(values).any() else math.nan
-
-
 def evaluation_summary(args, scores):
     """What summary.json and eval.json say: means over seeds, and the numbers of every seed.
 
     NaN is null there, as strict JSON has no word for it.
     """
     null = lambda value: float(value) if np.isfinite(value) else None
-    means = {name: null(healthy_mean(values)) for name, values in scores.items()}
+    means = {name: null(np.nanmean(values)) for name, values in scores.items()}
     per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
     setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
     return {**setting, **means, "per_seed": per_seed}
@@ -2399,20 +2403,22 @@ def evaluation_summary(args, scores):
 
 def describe(args, scores):
     """The result of an evaluation in a few words."""
-    numbers = {name.removeprefix("eval_"): healthy_mean(x) for name, x in scores.items()}
-    text = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    # Names without "eval_".
+    text = ", ".join(f"{name[5:]} {np.nanmean(x):.4g}" for name, x in scores.items())
     failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
     text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
     return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
 
 
 def try_video(args, evaluation, path):
-    """Records a video; what goes wrong there is a warning, so that nothing depends on it."""
+    """Records the first healthy seed; what goes wrong is a warning: nothing depends on a video."""
     if not hasattr(make_env(args), "render") or jax.process_index() > 0:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"video: {record_video(args, evaluation, path)}")
+        k = np.isfinite(evaluation.episode_return).all(1).argmax()
+        healthy = jax.tree.map(lambda x: x[k:], jax.device_get(evaluation))
+        print(f"video of seed {args.seed + k}: {record_video(args, healthy, path)}")
     except Exception as error:
         print(f"warning: no video: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -2422,8 +2428,7 @@ def evaluate_run(args):
     run_dir = pathlib.Path(args.eval).resolve()
     if (args.episodes_per_trial > 1) != (load_args(run_dir).episodes_per_trial > 1):
         raise Problem("--episodes-per-trial: trials are observed otherwise, no change from or to 1")
-    params = load_params(args, run_dir)
-    evaluation = program(args, evaluate_seeds)(input_numbers(args), params)
+    evaluation = program(args, evaluate_seeds)(input_numbers(args), load_params(args, run_dir))
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
     write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
@@ -2444,6 +2449,7 @@ def print_envs():
 def main(words=None):
     """Trains, goes on or evaluates as the command line says; raises `Problem`."""
     begin = time.time()
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it is closed
     args = parse_args(words)
     if args.list_envs:
         return print_envs()
@@ -2451,6 +2457,8 @@ def main(words=None):
         args = join_processes(args)  # before anything else that JAX does
     make_env(args)  # its errors show now
     use_compilation_cache()
+    with problems(f"JAX_PLATFORMS={jax.config.jax_platforms}", AssertionError, RuntimeError):
+        jax.devices()
     if args.eval is not None:
         return evaluate_run(args)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
@@ -2468,7 +2476,9 @@ def main(words=None):
     run_evaluation = program(args, evaluate_seeds, out_shardings=everywhere)
     # All are traced before the first is compiled: mistakes in shapes show at once.
     like = jax.eval_shape(init, numbers)
-    if args.resume:
+    # What was killed before its first checkpoint begins, too.
+    begun = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
+    if begun:
         state = load_checkpoint(run_dir, like)
         state = jax.jit(lambda state: state, out_shardings=placed)(state)
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
@@ -2479,27 +2489,26 @@ def main(words=None):
     jax.eval_shape(run_evaluation, numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
-    if not args.resume:
+    if not begun:
         state = init(numbers)
         check_walls(make_env(args), state.env_state)
     if jax.process_index() > 0:
         scratch = tempfile.TemporaryDirectory()
         run_dir = pathlib.Path(scratch.name, name)
-    with writing(run_dir):
+    with problems(f"{run_dir} cannot be written", OSError):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    if not jax.config.jax_disable_jit:  # with which people debug
-        run_update = traced.lower().compile()
-    compile_seconds = time.perf_counter() - start
     joined = ("coordinator_address", "num_processes", "process_id", "resume")
     flags = vars(args) | dict.fromkeys(joined) | {"distributed": False}
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
+    if not jax.config.jax_disable_jit:  # with which people debug
+        run_update = traced.lower().compile()
+    compile_seconds = time.perf_counter() - start
+    tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
     # --- Train ---
     done, stop = int(jax.device_get(state.update)[0]), 0
-    logger = Logger(args, run_dir, done)
-    with contextlib.closing(logger):
+    with contextlib.closing(Logger(args, run_dir, done)) as logger:
         try:
             with remembered_signals() as signals:
                 while done < args.num_updates and not stop and not logger.failed.all():
@@ -2519,8 +2528,7 @@ def main(words=None):
                         score = evaluation_scores(evaluation)["eval_return_mean"]
                         logger.write(done, {"eval/episodic_return": score})
                     if eval_due and args.capture_video:
-                        step = done * args.batch_size
-                        try_video(args, evaluation, video_dir / f"step_{step}")
+                        try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
                     if save_due and not logger.failed.all():
                         save_checkpoint(run_dir, state)
                     logger.start += time.perf_counter() - pause
@@ -2535,7 +2543,7 @@ def main(words=None):
             raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")
         save_checkpoint(run_dir, state)
         if stop:
-            print(f"interrupted at update {done}; to go on: --resume {shlex.quote(str(run_dir))}")
+            tell(f"interrupted at update {done}; to go on: --resume {shlex.quote(str(run_dir))}")
             sys.exit(128 + stop)
 
         # --- Evaluate and sum up ---
@@ -2555,7 +2563,7 @@ def main(words=None):
         "jax_version": jax.__version__,
     }
     write_json(run_dir / "summary.json", summary)
-    print(f"run: {run_dir}\n{describe(args, scores)}, {summary['wall_seconds']:.1f} s in all")
+    tell(f"run: {run_dir}\n{describe(args, scores)}, {summary['wall_seconds']:.1f} s in all")
     try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
 
 
@@ -3574,5 +3582,5 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
         main([] if in_notebook else None)
-    except Problem as problem:
+    except (Problem, jax.errors.JaxRuntimeError) as problem:  # the latter where memory ends
         sys.exit(f"error: {problem}")
