@@ -265,7 +265,7 @@ class World:
         return outcome[:4], reward, valid & (terminated | truncated), memory
 
     def bounded(self, action):
-        """Actions [N, ...] within the bounds of their space and of its type, where it has bounds."""
+        """Actions [N, ...], clipped where their space has bounds, and of its type."""
         space = self.action_space
         if hasattr(space, "low"):
             action = action.clip(space.low, space.high).astype(space.dtype)
@@ -909,7 +909,7 @@ def start_episodes(args, env, pool, state):
     """
     shape = (args.num_seeds, args.num_envs)
     told = env.start(*pool.reset())
-    obs, memory = jax.tree.map(lambda x: np.array(x).reshape(*shape, *x.shape[1:]), told)
+    obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), told)
     stats = state.stats._replace(
         running_return=np.zeros(shape, np.float32), running_length=np.zeros(shape, np.int32)
     )
