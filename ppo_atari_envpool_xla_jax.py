@@ -37,11 +37,16 @@ samples serve for many steps. One pool of emulators plays for all agents: `rollo
 of K agents. `learn`, all after the rollout, is of one agent and pure. All above the banner
 "Running" is reinforcement learning; what is below runs it.
 
+The class `Atari` and the network are all that is Atari's. EnvPool's other families and environments
+in Python, such as Gymnasium's, take their place: see `World`.
+
 EnvPool runs on Linux, its XLA calls on CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
 has its parameters, optimizer, schedule and key back, but its games start anew.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
 minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
+An observation is an array, Atari's is uint8 [4, 84, 84], or a tree of arrays; `obs` is a batch of
+them. An action is an array of any shape, Atari's is a number.
 """
 
 import contextlib
@@ -68,7 +73,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from envpool.atari.registration import atari_game_list
 from jax.flatten_util import ravel_pytree
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -102,7 +106,7 @@ class Args:
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
-    """games of an evaluation, each in an emulator of its own"""
+    """episodes of an evaluation, each in an environment of its own"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
@@ -186,102 +190,148 @@ class Args:
 # ==================================================================================================
 
 
-OBS_SHAPE, OBS_DTYPE = (4, 84, 84), jnp.uint8  # frames, rows, columns
-EVALUATION = 1  # sets the emulators' seeds of evaluations apart from those of training
-
-
-def check_game(env_id):
-    """Raises `Problem` with the nearest names where EnvPool has no such game."""
-    names = ["".join(word.capitalize() for word in game.split("_")) for game in atari_game_list]
-    games = [f"{name}-v5" for name in names]
-    if env_id not in games:
-        near = ", ".join(difflib.get_close_matches(env_id, games, cutoff=0.3))
-        raise Problem(f"--env-id {env_id} is not one of EnvPool's games; near it: {near}")
-
-
-def count_actions(args):
-    """The number of actions, A, of the game."""
-    spec = envpool.make_spec(args.env_id, full_action_space=args.full_action_space)
-    return int(spec.action_space.n)
+EVALUATION = 1  # sets the environments' seeds of evaluations apart from those of training
 
 
 def env_seeds(args, num_envs, *purpose):
-    """Seeds [K * num_envs] of emulators: an agent gets those that it would get if trained alone.
+    """Seeds [K * num_envs] of environments: an agent gets those that it would get if trained alone.
 
     With a `purpose`, a number, they are others.
     """
-    seeds = []
-    for k in range(args.num_seeds):
-        sequence = np.random.SeedSequence([args.seed + k, *purpose])
-        seeds.append(sequence.generate_state(num_envs) >> 1)  # EnvPool takes 31 bits
-    return np.concatenate(seeds)
+    sequences = [np.random.SeedSequence([args.seed + k, *purpose]) for k in range(args.num_seeds)]
+    # EnvPool takes 31 bits.
+    return np.concatenate([sequence.generate_state(num_envs) for sequence in sequences]) >> 1
 
 
-def make_pool(args, seeds, *, episodic_life, reward_clip, **options):
-    """EnvPool's emulators, one for each of `seeds`; further options go to EnvPool.
+class World:
+    """Environments of one of EnvPool's families, and what has to be known of them.
+
+    As it is it serves families whose steps tell all by themselves. Another world takes its place,
+    a subclass or any class with what this one has:
+
+        ppo.make_env = MyWorld
+
+    | what                            | for                                                        |
+    | ------------------------------- | ---------------------------------------------------------- |
+    | observation_space, action_space | Gymnasium's spaces of one environment, for `init_agent`    |
+    | make_pool                       | a pool: `reset()`, `step(action)` and `xla()` as EnvPool's |
+    |                                 | Gymnasium interface has them, of all environments at once  |
+    | start, read                     | what the pool's reset and step have told                   |
+    | bounded                         | actions as the pool takes them                             |
+    | eval_setting                    | {"eval_<name>": value} that results are told with          |
+    | video_options, render           | videos; there are none without the two                     |
+
+    A pool must reset late, as `rollout` draws it (Gymnasium's AutoresetMode.NEXT_STEP), and outlive
+    all that steps it. For environments in Python `jax.experimental.io_callback` makes `xla()`.
+    Training is traced before it starts, but the host steps the evaluation's pool: try a new world
+    with few steps. A recurrent agent's memory is to be reset at the first step after one that is
+    not `valid`.
+    """
+
+    eval_setting = {}
+
+    def __init__(self, args, **options):
+        """`options` are EnvPool's. A flag that is a float can be a tracer here, so none of them is.
+
+        Raises `Problem` where EnvPool has no such id or cannot make it.
+        """
+        self.args, self.options = args, options
+        try:
+            spec = envpool.make_spec(args.env_id, **options)
+        except Exception as error:  # no such id, or options or libraries of another family
+            near = ", ".join(difflib.get_close_matches(args.env_id, envpool.list_all_envs()))
+            raise Problem(f"--env-id {args.env_id}: {error!r}; EnvPool has {near}") from error
+        self.observation_space, self.action_space = spec.observation_space, spec.action_space
+
+    def make_pool(self, seeds, evaluation=False, **options):
+        """A pool with an environment for each of `seeds`, for training or evaluation."""
+        options = {"num_envs": len(seeds), "seed": seeds.tolist(), **self.options, **options}
+        return envpool.make(self.args.env_id, env_type="gymnasium", **options)
+
+    def start(self, obs, info):
+        """What a reset of N environments has told: obs, and what the first step has to remember."""
+        return obs, ()
+
+    def read(self, memory, valid, outcome):
+        """What a step of N environments has told: (outcome, score, ended, memory).
+
+        It takes the memory of the step before, `valid` [N], which is False where the step only
+        resets, and the pool's outcome (obs, reward, terminated, truncated, info). It returns what
+        the agent learns from, (obs, reward, terminated, truncated), what is reported, scores [N]
+        and whether an episode of which they are the return has ended [N], and what the next step
+        has to remember, a tree of [N, ...]. Arrays are JAX's in training, NumPy's in evaluation.
+        """
+        _, reward, terminated, truncated, _ = outcome
+        return outcome[:4], reward, valid & (terminated | truncated), memory
+
+    def bounded(self, action):
+        """Actions [N, ...], clipped where their space has bounds, and of its type."""
+        space = self.action_space
+        if hasattr(space, "low"):
+            action = action.clip(space.low, space.high).astype(space.dtype)
+        return action
+
+
+class Atari(World):
+    """Atari's games.
 
     | what        | value                                                                        |
     | ----------- | ---------------------------------------------------------------------------- |
     | observation | uint8 [4, 84, 84]: the last four observed frames, grey, oldest first          |
     | action      | one of the game's own, held for four frames; the maximum of the last two of   |
     |             | them is observed, because some consoles' sprites flicker                      |
-    | reward      | change of the score, with `reward_clip` its sign; info["reward"]: unclipped   |
-    | terminated  | game over, with `episodic_life` also a life lost; info["terminated"]: game    |
+    | reward      | change of the score, in training its sign; info["reward"]: unclipped          |
+    | terminated  | game over, or a life lost with episodic_life; info["terminated"]: game        |
     |             | over only                                                                     |
     | truncated   | after `max_episode_steps` of a game, all lives together                       |
     | start       | up to 30 no-ops, then FIRE where the game has it                              |
 
     Four frames show velocities. No-ops make games differ. The sign of the reward lets one set of
     flags serve games whose scores differ a thousandfold. A life as an episode teaches that losing
-    one is bad. The pool must outlive all that steps it.
+    one is bad. Episodes that are reported are whole games with unclipped scores. What a game gives
+    during no-ops and FIRE, EnvPool does not tell.
     """
-    settings = {
-        "env_type": "gymnasium",
-        "num_envs": len(seeds),
-        "seed": seeds.tolist(),
-        "max_episode_steps": args.max_episode_steps,
-        "repeat_action_probability": args.repeat_action_probability,
-        "full_action_space": args.full_action_space,
-        "episodic_life": episodic_life,
-        "reward_clip": reward_clip,
-        "stack_num": 4,
-        "frame_skip": 4,
-        "noop_max": 30,
-        "use_fire_reset": True,
-    }
-    return envpool.make(args.env_id, **(settings | options))
+
+    video_options = {"gray_scale": False, "img_height": 210, "img_width": 160}
+
+    def __init__(self, args):
+        flags = {name: getattr(args, name) for name in ("max_episode_steps", "full_action_space")}
+        super().__init__(args, stack_num=4, frame_skip=4, noop_max=30, use_fire_reset=True, **flags)
+        self.eval_setting = {"eval_protocol": args.eval_protocol}
+
+    def make_pool(self, seeds, evaluation=False, **options):
+        """Emulators; see `--eval-protocol`."""
+        lives = not evaluation or self.args.eval_protocol == "training"
+        settings = {"episodic_life": lives, "reward_clip": not evaluation, **options}
+        settings["repeat_action_probability"] = self.args.repeat_action_probability
+        return super().make_pool(seeds, **settings)
+
+    def start(self, obs, info):
+        """Lives are to be remembered."""
+        return obs, info["lives"]
+
+    def read(self, lives, valid, outcome):
+        """As `World.read`: an episode of learning is a life, one that is reported is a game."""
+        obs, reward, terminated, truncated, info = outcome
+        game_over = info["terminated"] > 0
+        # A life or game that the very step of the time limit ends is only truncated to EnvPool. But
+        # it has no future: that it terminated is what counts.
+        life_lost = game_over | (info["lives"] < lives)
+        terminated = terminated | (truncated & life_lost)
+        # If a game ends within the no-ops after a lost life, EnvPool silently begins the next one.
+        # Then a step that resets finds more lives than the running game had.
+        unnoticed = ~valid & (info["lives"] > lives)
+        ended = (valid & (game_over | truncated)) | unnoticed
+        return (obs, reward, terminated, truncated), info["reward"], ended, info["lives"]
+
+    def render(self, pool, obs):
+        """The newest frame of the first game, [210, 160, 3]."""
+        return obs[0, -3:].transpose(1, 2, 0)
 
 
 def make_env(args):
-    """The pool for training: the environments of all agents.
-
-    Another of EnvPool's families, Procgen say, or an environment of your own with EnvPool's
-    gymnasium interface (`reset()`, `step()`, `xla()`; it must reset late, as `rollout` draws it)
-    replaces what is Atari's alone:
-
-    | where                              | what is Atari's                                     |
-    | ---------------------------------- | --------------------------------------------------- |
-    | `Args`                             | the environment's flags, its time limit too         |
-    | OBS_SHAPE, OBS_DTYPE               | an observation's                                    |
-    | `check_game`, `count_actions`      | which ids there are; discrete actions               |
-    | `make_pool`, this, `make_eval_pool` | EnvPool's options                                  |
-    | `EnvState`, `start_games`, `rollout`, `evaluate` | info["lives"], ["terminated"] (of the |
-    |                                    | game), ["reward"] (unclipped)                       |
-    | `pixels_first` to `init_agent`     | the network, made for frames of 84 x 84             |
-    | `record_video`                     | a pool with colours, frames of 210 x 160            |
-    | `evaluation_summary`, `describe`   | the protocol of an evaluation                       |
-
-    The evaluation runs on the host, so what is wrong there shows at the end of training: try it
-    with few steps. A recurrent agent's memory is to be reset at the first step after one that is
-    not `valid`.
-    """
-    return make_pool(args, env_seeds(args, args.num_envs), episodic_life=True, reward_clip=True)
-
-
-def make_eval_pool(args, seeds, **options):
-    """The pool of an evaluation, one game for each seed; see `--eval-protocol`."""
-    episodic_life = args.eval_protocol == "training"
-    return make_pool(args, seeds, episodic_life=episodic_life, reward_clip=False, **options)
+    """The `World` that is played."""
+    return Atari(args)
 
 
 # ==================================================================================================
@@ -406,9 +456,10 @@ class NatureCNN(nn.Module):
         return logits, value[:, 0]
 
 
-def init_agent(args, key, num_actions):
+def init_agent(args, key, env):
     """Parameters: flax's nested dict of arrays, {"params": {"conv0": ..., "actor": ..., ...}}."""
-    return NatureCNN(num_actions).init(key, jnp.zeros((1, *OBS_SHAPE), OBS_DTYPE))
+    space = env.observation_space
+    return NatureCNN(int(env.action_space.n)).init(key, jnp.zeros((1, *space.shape), space.dtype))
 
 
 def forward(args, params, obs):
@@ -450,9 +501,9 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EnvState(NamedTuple):
     """What the pool's last step told."""
 
-    obs: jax.Array  # [N, 4, 84, 84] uint8
-    done: jax.Array  # [N], that step ended a life or a game: the next one only resets
-    lives: jax.Array  # [N], lives left
+    obs: jax.Array  # [N, ...]
+    done: jax.Array  # [N], that step ended an episode: the next one only resets
+    memory: jax.Array  # the world's
 
 
 class EpisodeStats(NamedTuple):
@@ -471,12 +522,12 @@ class EpisodeStats(NamedTuple):
 class Transition(NamedTuple):
     """One step of N environments; a trajectory has an axis of T steps in front."""
 
-    obs: jax.Array  # [N, 4, 84, 84] uint8
-    action: jax.Array  # [N]
+    obs: jax.Array  # [N, ...]
+    action: jax.Array  # [N, ...], as drawn, whatever the world's bounds
     log_prob: jax.Array  # [N], of the actions
     value: jax.Array  # [N], of obs
-    reward: jax.Array  # [N], clipped
-    # An episode, here a life, that terminated has no future. One that the time limit truncated
+    reward: jax.Array  # [N]
+    # An episode, in Atari a life, that terminated has no future. One that the time limit truncated
     # would have gone on: its future must be estimated, not set to 0.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
@@ -486,8 +537,8 @@ class Transition(NamedTuple):
 class Batch(NamedTuple):
     """What the loss may read: B samples, or the M of a minibatch."""
 
-    obs: jax.Array  # [B, 4, 84, 84] uint8
-    action: jax.Array  # [B]
+    obs: jax.Array  # [B, ...]
+    action: jax.Array  # [B, ...]
     log_prob: jax.Array  # [B], the old policy's
     value: jax.Array  # [B], the old critic's
     advantage: jax.Array  # [B]; in the loss, with `norm_adv`, normalised already
@@ -531,26 +582,28 @@ def gpu_unroll(steps):
     return steps if jax.default_backend() == "gpu" else 1
 
 
-def rollout(args, envs, state):
-    """Plays T steps in N environments with each of K agents, all in one pool.
+def rollout(args, env, pool, state):
+    """Plays T steps in N environments with each of K agents, all in one pool of a `World`.
 
     Takes a `TrainState` of K agents; returns (state, trajectory: `Transition` of [K, T, N, ...]).
 
-    EnvPool resets an environment on the step AFTER the one that ended an episode, and that step
-    ignores its action. Say that step 4 loses a life:
+    A pool resets an environment on the step AFTER the one that ended an episode, and that step
+    ignores its action. Say that step 4 ends one:
 
         step t       3      4      5      6
-        obs          o3     o4     o5     n0     o5: the last frame; n0: the first of the next life
-        action       a3     a4     --     b0     --: drawn from the policy, ignored by EnvPool
+        obs          o3     o4     o5     n0     o5: the last frame; n0: the first of the next one
+        action       a3     a4     --     b0     --: drawn from the policy, ignored by the pool
         reward       r3     r4     0      q0
         terminated   no     YES    no     no
         valid        yes    yes    NO     yes    valid[t] = not (terminated or truncated)[t - 1]
 
     Step 5 is nobody's decision. It stays in the arrays, whose shape is fixed, but counts neither in
-    the loss nor in any statistics. Episodes of the statistics are whole games, their returns
-    unclipped.
+    the loss nor in any statistics, which are of the episodes and scores that the world reports.
     """
-    handle, _, _, pool_step = envs.xla()
+    # Without 64 bits EnvPool would take float64, which most of its families have, for float32, and
+    # write beyond its buffers.
+    with jax.enable_x64(True):
+        handle, _, _, pool_step = pool.xla()
     num_agents, num_envs = state.env_state.done.shape
     split = functools.partial(jax.random.split, num=args.num_steps + 1)
     keys = jax.vmap(split, out_axes=1)(state.key)  # [T + 1, K]
@@ -564,8 +617,8 @@ def rollout(args, envs, state):
             raise ValueError(f"value {value.shape} and log_prob {log_prob.shape} must be [N]")
         return action, log_prob, value
 
-    def by_agent(x):  # [K * N, ...] -> [K, N, ...]
-        return x.reshape(num_agents, num_envs, *x.shape[1:])
+    def by_agent(tree):  # [K * N, ...] -> [K, N, ...]
+        return jax.tree.map(lambda x: x.reshape(num_agents, num_envs, *x.shape[1:]), tree)
 
     def env_step(carry, action_key):
         handle, env_state, stats = carry
@@ -573,28 +626,21 @@ def rollout(args, envs, state):
         # --- Act ---
         action, log_prob, value = over_seeds(act, state.params, env_state.obs, action_key)
         # EnvPool hands the handle on only to keep the steps in order: the pool is compiled in.
-        handle, outcome = pool_step(handle, action.reshape(-1))
-        obs, reward, terminated, truncated, info = outcome
-        score, over, lives = (by_agent(info[key]) for key in ("reward", "terminated", "lives"))
-        game_over, truncated = over > 0, by_agent(truncated)
-        # A life or game that the very step of the time limit ends is only truncated to EnvPool. But
-        # it has no future: that it terminated is what counts.
-        life_lost = game_over | (lives < env_state.lives)
-        terminated = by_agent(terminated) | (truncated & life_lost)
-
-        # --- Has the game ended? ---
+        with jax.enable_x64(True):
+            handle, told = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
+        told = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, told)
         valid = ~env_state.done
+        outcome, score, ended, memory = jax.vmap(env.read)(env_state.memory, valid, by_agent(told))
+        obs, _, terminated, truncated = outcome
+
+        # --- Has the episode ended? ---
         stats = stats._replace(
             running_return=stats.running_return + jnp.where(valid, score, 0.0),
             running_length=stats.running_length + valid,
         )
-        # If a game ends within the no-ops after a lost life, EnvPool silently begins the next one.
-        # Then a step that resets finds more lives than the running game had.
-        unnoticed = (lives > env_state.lives) & (stats.running_length > 0)
-        stats = restart_ended(jnp.where(valid, game_over | truncated, unnoticed), stats)
-        made = by_agent(reward), terminated, truncated, valid
-        transition = Transition(env_state.obs, action, log_prob, value, *made)
-        env_state = EnvState(obs=by_agent(obs), done=terminated | truncated, lives=lives)
+        stats = restart_ended(ended & (stats.running_length > 0), stats)
+        transition = Transition(env_state.obs, action, log_prob, value, *outcome[1:], valid)
+        env_state = EnvState(obs, done=terminated | truncated, memory=memory)
         return (handle, env_state, stats), transition
 
     carry = handle, state.env_state, state.stats
@@ -608,8 +654,8 @@ def rollout(args, envs, state):
 def trajectory_values(args, params, last_obs, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
-    `last_obs` [N, 4, 84, 84] is what was observed after the trajectory. Because EnvPool resets
-    late, the next observation is the true successor of every valid step, also of one that ended an
+    `last_obs` [N, ...] is what was observed after the trajectory. Because a pool resets late, the
+    next observation is the true successor of every valid step, also of one that ended an
     episode. Again with step 4 at the end of an episode and step 5 masked:
 
         step t       3      4      5      6
@@ -832,20 +878,20 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on except the emulators, which cannot be saved."""
+    """Everything that training needs to go on except the pool, which cannot be saved."""
 
     params: dict
     opt_state: optax.OptState
-    env_state: EnvState | None  # of [N]; None before `start_games` and in checkpoints
-    stats: EpisodeStats  # of [N]; its episodes are whole games, those of `Transition` are lives
+    env_state: EnvState | None  # of [N]; None before `start_episodes` and in checkpoints
+    stats: EpisodeStats  # of [N]
     key: jax.Array  # PRNG key
     update: jax.Array  # [], updates done
 
 
 def init_train_state(args, key):
-    """The `TrainState` of one agent before its first update and its first games."""
+    """The `TrainState` of one agent before its first update and its first episodes."""
     agent_key, key = jax.random.split(key)
-    params = init_agent(args, agent_key, count_actions(args))
+    params = init_agent(args, agent_key, make_env(args))
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -856,35 +902,32 @@ def init_train_state(args, key):
     )
 
 
-def start_games(args, envs, state):
-    """The `TrainState` of K agents with new games in the pool.
+def start_episodes(args, env, pool, state):
+    """The `TrainState` of K agents with new episodes in the pool.
 
-    Statistics of finished games stay, those of running ones begin again.
+    Statistics of finished episodes stay, those of running ones begin again.
     """
-    obs, info = envs.reset()
     shape = (args.num_seeds, args.num_envs)
-    env_state = EnvState(
-        obs=np.array(obs.reshape(*shape, *OBS_SHAPE)),
-        done=np.zeros(shape, bool),
-        lives=np.array(info["lives"].reshape(shape)),
-    )
+    told = env.start(*pool.reset())
+    obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), told)
     stats = state.stats._replace(
         running_return=np.zeros(shape, np.float32), running_length=np.zeros(shape, np.int32)
     )
+    env_state = EnvState(obs, done=np.zeros(shape, bool), memory=memory)
     return state._replace(env_state=env_state, stats=stats)
 
 
-def update(args, envs, state):
+def update(args, env, pool, state):
     """One PPO update of K agents: one pool plays for all, then each learns.
 
     Takes and returns a `TrainState` of K agents: (state, metrics {tag: [K]}).
 
-        envs = make_env(args)
-        state = start_games(args, envs, init_states(args))
-        jitted_update = jax.jit(functools.partial(update, args, envs), donate_argnums=0)
-        state, metrics = jitted_update(state)
+        env = make_env(args)
+        pool = env.make_pool(env_seeds(args, args.num_envs))
+        state = start_episodes(args, env, pool, init_states(args))
+        state, metrics = jax.jit(functools.partial(update, args, env, pool))(state)
     """
-    state, trajectory = rollout(args, envs, state)
+    state, trajectory = rollout(args, env, pool, state)
     return over_seeds(functools.partial(learn, args), state, trajectory)
 
 
@@ -934,92 +977,77 @@ def learn(args, state, trajectory):
 
 
 class Evaluation(NamedTuple):
-    """Games in fresh emulators, and what it takes to play the first one again."""
+    """Episodes in a fresh pool, and what it takes to play the first one again."""
 
-    episode_return: np.ndarray  # [K, E], raw scores of whole games; NaN of agents with others
+    episode_return: np.ndarray  # [K, E], sums of scores; NaN of agents with parameters that are not
     episode_length: np.ndarray  # [K, E], the agent's steps
-    actions: list  # of the first agent's first game, those that EnvPool ignored included
+    actions: list  # of the first agent's first episode, those that the pool ignored included
 
 
-def make_act(args):
-    """The `program` act(numbers, params, obs [K, E, ...], step) -> actions [K, E]."""
+def evaluation_actions(args, params, obs, step):
+    """Actions [K, E, ...] of K agents for obs [K, E, ...] at a step of an evaluation."""
 
-    def act(args, params, obs, step):
-        def act_agent(params, obs, key):
-            dist, _ = forward(args, params, obs)
-            if args.eval_mode == "greedy":
-                return dist.mode()
-            return dist.sample(jax.random.fold_in(key, step))
+    def act(params, obs, key):  # one agent
+        dist, _ = forward(args, params, obs)
+        if args.eval_mode == "greedy":
+            return dist.mode()
+        return dist.sample(jax.random.fold_in(key, step))
 
-        return over_seeds(act_agent, params, obs, evaluation_keys(args))
-
-    return program(args, act)
+    return over_seeds(act, params, obs, evaluation_keys(args))
 
 
 def evaluate(args, act, params):
-    """One game of K agents in each of E fresh emulators: an `Evaluation`.
+    """One episode of K agents in each of E fresh environments: an `Evaluation`.
 
-    `act`, of `make_act` with its numbers, chooses the actions. The host steps this pool: compiling
-    it into a program would take longer than most evaluations.
-
-    A game goes on until it is over or truncated, through all its lives. Under the protocol
-    "training" a lost life makes the step after it one that only resets; as in `rollout`, it counts
-    neither in the score nor in the length, and ends the game if there are more lives after it. The
-    score is that of all lives, unclipped. What a game gives during no-ops and FIRE, EnvPool does
-    not tell.
+    `act`, the compiled `evaluation_actions`, chooses the actions. The host steps this pool:
+    compiling it into a program would take longer than most evaluations. An episode goes on until
+    the world reports its end. As in `rollout`, steps that only reset count neither in the score nor
+    in the length.
     """
+    env = make_env(args)
+    pool = env.make_pool(env_seeds(args, args.eval_episodes, EVALUATION), evaluation=True)
     shape = (args.num_seeds, args.eval_episodes)
-    envs = make_eval_pool(args, env_seeds(args, args.eval_episodes, EVALUATION))
-    obs, info = envs.reset()
-    episode_return = np.zeros(len(obs))
-    episode_length = np.zeros(len(obs), int)
-    # Whether the game is not over, and whether the step is not one that only resets.
-    running, valid = np.ones((2, len(obs)), bool)
-    actions = []
-    step = 0
+    obs, memory = env.start(*pool.reset())
+    episode_return, episode_length = np.zeros((2, math.prod(shape)))
+    # Whether the episode goes on, and whether the step is not one that only resets.
+    running, valid = np.ones((2, math.prod(shape)), bool)
+    actions, step = [], 0
     while running.any():
-        action = act(params, obs.reshape(*shape, *OBS_SHAPE), step)
-        action = np.asarray(action).reshape(-1)
+        obs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), obs)
+        action = np.asarray(act(params, obs, step))
+        action = action.reshape(-1, *action.shape[2:])
         if running[0]:
             actions.append(action[0])
-        lives = info["lives"]
-        obs, _, terminated, truncated, info = envs.step(action)
-        episode_return += np.where(running & valid, info["reward"], 0.0)
+        outcome, score, ended, memory = env.read(memory, valid, pool.step(env.bounded(action)))
+        obs, _, terminated, truncated = outcome
+        episode_return += np.where(running & valid, score, 0.0)
         episode_length += running & valid
-        game_over = (info["terminated"] > 0) | truncated
-        running &= ~np.where(valid, game_over, info["lives"] > lives)
+        running &= ~ended
         valid = ~(terminated | truncated)
         step += 1
     healthy = np.isfinite(jax.vmap(lambda agent: ravel_pytree(agent)[0])(params)).all(1)
-    return Evaluation(
-        episode_return=np.where(healthy[:, None], episode_return.reshape(shape), np.nan),
-        episode_length=episode_length.reshape(shape),
-        actions=actions,
-    )
+    episode_return = np.where(healthy[:, None], episode_return.reshape(shape), np.nan)
+    return Evaluation(episode_return, episode_length.reshape(shape), actions)
 
 
 def record_video(args, evaluation, path):
-    """Writes the first agent's first game as path.mp4.
+    """Writes the first agent's first episode as path.mp4.
 
-    Its actions are played again, in an emulator of its own that sees colours.
+    Its actions are played again, in an environment of its own.
     """
+    env = make_env(args)
     seeds = env_seeds(args, args.eval_episodes, EVALUATION)[:1]
-    envs = make_eval_pool(args, seeds, gray_scale=False, img_height=210, img_width=160)
+    pool = env.make_pool(seeds, evaluation=True, **env.video_options)
     path = path.with_suffix(".mp4")
-
-    def frame(obs):  # the newest of the stacked ones, [210, 160, 3]
-        return obs[0, -3:].transpose(1, 2, 0)
-
     with warnings.catch_warnings():
         # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
         warnings.simplefilter("ignore", RuntimeWarning)
-        # 15 steps of four frames a second show it in real time; ffmpeg must not rescale it.
+        # 15 of Atari's steps are a second of the game; ffmpeg must not rescale it.
         with imageio.get_writer(path, fps=15, macro_block_size=2) as writer:
-            obs, _ = envs.reset()
-            writer.append_data(frame(obs))
+            writer.append_data(env.render(pool, pool.reset()[0]))
             for action in evaluation.actions:
-                obs, *_ = envs.step(np.array([action]))
-                writer.append_data(frame(obs))
+                obs, *_ = pool.step(env.bounded(action[None]))
+                writer.append_data(env.render(pool, obs))
     if not path.stat().st_size:  # ffmpeg may fail without a word
         raise OSError(f"{path} is empty")
     return path
@@ -1203,7 +1231,7 @@ def check_args(args):
         raise Problem("--exp-name is part of a folder's name: no slashes, nothing unprintable")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
-    check_game(args.env_id)
+    make_env(args)  # raises `Problem` where there is no such world
 
 
 def load_args(run_dir):
@@ -1252,20 +1280,6 @@ def use_compilation_cache():
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-@contextlib.contextmanager
-def without_compilation_cache():
-    """Keeps what is compiled inside `with` out of the persistent cache.
-
-    For programs that step a pool: they name its address in the memory of this process.
-    """
-    limit = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
 
 
 @contextlib.contextmanager
@@ -1432,8 +1446,7 @@ def evaluation_summary(args, scores):
     means = {name: null(np.nanmean(values)) for name, values in scores.items()}
     per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
     setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
-    setting["eval_protocol"] = args.eval_protocol
-    return {**setting, **means, "per_seed": per_seed}
+    return {**setting, **make_env(args).eval_setting, **means, "per_seed": per_seed}
 
 
 def describe(args, scores):
@@ -1442,11 +1455,15 @@ def describe(args, scores):
     text = ", ".join(f"{name[5:]} {np.nanmean(x):.4g}" for name, x in scores.items())
     failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
     text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
-    return f"{args.eval_episodes} {args.eval_mode} episodes ({args.eval_protocol} protocol): {text}"
+    setting = make_env(args).eval_setting.items()
+    setting = "".join(f" ({value} {name.removeprefix('eval_')})" for name, value in setting)
+    return f"{args.eval_episodes} {args.eval_mode} episodes{setting}: {text}"
 
 
 def try_video(args, evaluation, path):
     """Records a video; what goes wrong there is a warning, so that nothing depends on it."""
+    if not hasattr(make_env(args), "render"):
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"video: {record_video(args, evaluation, path)}")
@@ -1458,7 +1475,7 @@ def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     run_dir = pathlib.Path(args.eval).resolve()
     params = load_params(args, run_dir)
-    act = functools.partial(make_act(args), input_numbers(args))
+    act = functools.partial(program(args, evaluation_actions), input_numbers(args))
     evaluation = evaluate(args, act, params)
     scores = evaluation_scores(evaluation)
     print(describe(args, scores))
@@ -1480,7 +1497,7 @@ def main(words=None):
     if args.eval is not None:
         return evaluate_run(args)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
-    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
+    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name.replace("/", "-")))
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
     # --- Start, or go on ---
@@ -1495,19 +1512,19 @@ def main(words=None):
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
             print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
-        print("emulators cannot be saved: all games start anew")
-    envs = make_env(args)
+        print("environments cannot be saved: all episodes start anew")
+    env = make_env(args)
+    pool = env.make_pool(env_seeds(args, args.num_envs))
     # All are traced before the first is compiled: mistakes in shapes show at once.
-    like = jax.eval_shape(functools.partial(start_games, args, envs), like)
+    like = jax.eval_shape(functools.partial(start_episodes, args, env, pool), like)
 
     def update_seeds(args, state):
-        return update(args, envs, state)
+        return update(args, env, pool, state)
 
-    run_update = program(args, update_seeds, donate_argnums=1)
-    traced = run_update.trace(numbers, like)
-    act = make_act(args)
-    obs = jax.ShapeDtypeStruct((args.num_seeds, args.eval_episodes, *OBS_SHAPE), OBS_DTYPE)
-    jax.eval_shape(act, numbers, like.params, obs, 0)
+    # Its input is not donated: an update may fail with the world that it steps.
+    traced = program(args, update_seeds).trace(numbers, like)
+    act = program(args, evaluation_actions)
+    jax.eval_shape(act, numbers, like.params, like.env_state.obs, 0)
     run_evaluation = functools.partial(evaluate, args, functools.partial(act, numbers))
     if args.track:
         start_tracking(args, run_dir)
@@ -1518,19 +1535,24 @@ def main(words=None):
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
     if not begun:
         state = init(numbers)
-    state = start_games(args, envs, state)
-    with without_compilation_cache():
-        run_update = traced.lower().compile()
+    state = start_episodes(args, env, pool, state)
+    # Not for the cache: the program names the pool's address in the memory of this process.
+    limit = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+    run_update = traced.lower().compile()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
     # --- Train ---
     done = int(jax.device_get(state.update)[0])
+    states = [state]  # the first of them is complete, two updates may be under way
     with contextlib.closing(Logger(args, run_dir, done)) as logger:
         try:
             with remembered_signals() as signals:
                 while done < args.num_updates and not signals and not logger.failed.all():
                     state, metrics = run_update(numbers, state)  # does not wait for the device
+                    states = [*states[-2:], state]
                     done += 1
                     logger.log(done, metrics)
                     save_due = done % args.checkpoint_interval == 0
@@ -1549,9 +1571,10 @@ def main(words=None):
                         save_checkpoint(run_dir, state._replace(env_state=None))
                     logger.start += time.perf_counter() - pause
                 logger.flush()
-        except Exception:  # say, of a full disk or of Weights & Biases: what was learned is saved
-            with contextlib.suppress(Exception):  # unless it was lost in a failed update
-                save_checkpoint(run_dir, state._replace(env_state=None))
+        except Exception:  # of the world, a full disk, Weights & Biases: what was learned is saved
+            with contextlib.suppress(Exception):
+                save_checkpoint(run_dir, states[0]._replace(env_state=None))
+                print(f"\nsaved: update {states[0].update[0]}; to go on: --resume {run_dir}")
             raise
         if logger.failed.all():
             raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")

@@ -34,7 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "atari_learning.json"
 def random_returns(words):
     """Returns of games of uniformly random actions, in the emulators of the evaluation."""
     args = script.parse_args(words)
-    rng, num_actions = np.random.default_rng(0), script.count_actions(args)
+    rng, num_actions = np.random.default_rng(0), script.make_env(args).action_space.n
 
     def act(params, obs, step):
         return rng.integers(num_actions, size=obs.shape[:2], dtype=np.int32)

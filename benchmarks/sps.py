@@ -98,11 +98,12 @@ def prepare(script, wrap_pool=lambda envs: envs, **changes):
     """
     args = script.Args(**{"total_timesteps": 1e12, **changes})
     state = script.program(args, script.init_states, level=0)(script.input_numbers(args))
-    if not hasattr(script, "make_pool"):
+    if not hasattr(script, "start_episodes"):
         return args, state, script.update_seeds, None
-    envs = wrap_pool(script.make_env(args))
-    state = script.start_games(args, envs, state)
-    return args, state, lambda args, state: script.update(args, envs, state), envs
+    env = script.make_env(args)
+    pool = wrap_pool(env.make_pool(script.env_seeds(args, args.num_envs)))
+    state = script.start_episodes(args, env, pool, state)
+    return args, state, lambda args, state: script.update(args, env, pool, state), pool
 
 
 def compiled(script, args, function, *inputs, **options):
@@ -285,7 +286,8 @@ def emulators_alone(**changes):
     """A function that plays at random through XLA and returns steps per second, and facts."""
     script = importlib.import_module(ATARI)
     args = script.Args(**changes)
-    envs, num_actions = script.make_env(args), script.count_actions(args)
+    env = script.make_env(args)
+    envs, num_actions = env.make_pool(script.env_seeds(args, args.num_envs)), env.action_space.n
     handle, _, _, step = envs.xla()
     envs.reset()
 

@@ -36,22 +36,25 @@ def equations(jaxpr):
 def update_of(script):
     """(update of K agents, shapes of its state, emulators that must stay alive)."""
     # What is shuffled are 512 samples or, in MiniGrid, environments: enough to need no sorting.
-    num_envs = 8 if hasattr(script, "make_pool") else 512  # emulators take long to create
-    num_steps = 64 if hasattr(script, "make_pool") else 16
+    num_envs = 8 if hasattr(script, "start_episodes") else 512  # emulators take long to create
+    num_steps = 64 if hasattr(script, "start_episodes") else 16
     args = quick_args(script, num_envs=num_envs, num_steps=num_steps, num_seeds=2)
     states = jax.eval_shape(functools.partial(script.init_states, args))
-    if not hasattr(script, "make_pool"):
+    if not hasattr(script, "start_episodes"):
         return functools.partial(script.update_seeds, args), states, None
-    envs = script.make_env(args)
-    states = jax.eval_shape(lambda: script.start_games(args, envs, script.init_states(args)))
-    return functools.partial(script.update, args, envs), states, envs
+    env = script.make_env(args)
+    pool = env.make_pool(script.env_seeds(args, num_envs))
+    states = jax.eval_shape(
+        lambda: script.start_episodes(args, env, pool, script.init_states(args))
+    )
+    return functools.partial(script.update, args, env, pool), states, pool
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_update(script, platform, monkeypatch):
     """No loop is as long as data say, nothing calls into the host or sorts, nothing is float64."""
-    if hasattr(script, "make_pool"):
+    if hasattr(script, "start_episodes"):
         pytest.importorskip("envpool")
         if platform == "tpu":
             pytest.skip("EnvPool has no calls for TPUs")
@@ -66,7 +69,7 @@ def test_update(script, platform, monkeypatch):
 
 
 @pytest.mark.quick
-@having("over_seeds", lacking="make_pool")
+@having("over_seeds", lacking="start_episodes")
 def test_evaluation(script, monkeypatch):
     """Evaluation can be lowered, too."""
     args = quick_args(script, num_seeds=2)

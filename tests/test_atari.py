@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import MODULES, arrays_of, having, quick_args, run_main, run_of, scalars, words_of
 
-pytestmark = having("make_pool")
-script = next((module for module in MODULES if hasattr(module, "make_pool")), None)
+pytestmark = having("start_episodes")
+script = next((module for module in MODULES if hasattr(module, "start_episodes")), None)
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,15 @@ def _script(script):
     """All tests of this file are of one script."""
 
 
-def new_state(args, envs):
+def training_pool(args):
+    """(world, pool) of a training."""
+    env = script.make_env(args)
+    return env, env.make_pool(script.env_seeds(args, args.num_envs))
+
+
+def new_state(args, env, pool):
     """The state of fresh agents that have begun to play."""
-    return script.start_games(args, envs, initial_agents(args))
+    return script.start_episodes(args, env, pool, initial_agents(args))
 
 
 @functools.cache
@@ -36,9 +42,9 @@ def initial_agents(args):
 
 def play(args):
     """One rollout of fresh agents: (state after it, trajectory), both of K agents."""
-    envs = script.make_env(args)
-    roll = jax.jit(functools.partial(script.rollout, args, envs))
-    return jax.block_until_ready(roll(new_state(args, envs)))  # the pool must outlive it
+    env, pool = training_pool(args)
+    roll = jax.jit(functools.partial(script.rollout, args, env, pool))
+    return jax.block_until_ready(roll(new_state(args, env, pool)))  # the pool must outlive it
 
 
 def first_agent(tree):
@@ -66,11 +72,10 @@ def test_limits_of_envpool(script, flag, value):
 def test_xla_steps_equal_plain_steps(game, num_steps):
     """The same seeds and actions: identical frames, rewards, flags, information."""
     args = quick_args(script, env_id=game, max_episode_steps=27_000)
-    options = dict(episodic_life=True, reward_clip=True)
-    pools = [script.make_pool(args, np.array([7]), **options) for _ in range(2)]
+    pools = [script.make_env(args).make_pool(np.array([7])) for _ in range(2)]
     rng = np.random.default_rng(0)
     shape = (num_steps // 250, 250, 1)
-    actions = rng.integers(script.count_actions(args), size=shape, dtype=np.int32)
+    actions = rng.integers(pools[0].action_space.n, size=shape, dtype=np.int32)
     obs, plain = pools[0].reset(), pools[1]
     np.testing.assert_array_equal(obs[0], plain.reset()[0])
     handle, _, _, step = pools[0].xla()
@@ -98,7 +103,7 @@ def test_rollout_equals_replay(limit):
     args = dataclasses.replace(args, max_episode_steps=limit)
     state, trajectory = first_agent(play(args))
     trajectory = jax.tree.map(np.asarray, trajectory)
-    plain = script.make_env(args)
+    _, plain = training_pool(args)
     obs, info = plain.reset()
     valid = np.ones(2, bool)
     score, length = np.zeros(2), np.zeros(2, int)
@@ -134,7 +139,7 @@ def test_rollout_equals_replay(limit):
     np.testing.assert_allclose(state.stats.last_length, last_length)
     np.testing.assert_array_equal(state.env_state.obs, obs)
     np.testing.assert_array_equal(state.env_state.done, ~valid)
-    np.testing.assert_array_equal(state.env_state.lives, info["lives"])
+    np.testing.assert_array_equal(state.env_state.memory, info["lives"])
     if limit == 20:
         assert truncations == 2 * (300 // 21)
     elif limit == 27_000:
@@ -144,13 +149,14 @@ def test_rollout_equals_replay(limit):
     assert (length <= limit).all() and np.isfinite(last_score).all()
 
 
-def invaders(**options):
-    """(args, pool): two games with no-ops so long that some end within those after a lost life."""
+def invaders(evaluation):
+    """(args, world, pool) with no-ops so long that some games end in those after a lost life."""
     args = quick_args(
         script, env_id="SpaceInvaders-v5", num_envs=2, num_steps=200, max_episode_steps=27_000
     )
-    seeds = script.env_seeds(args, 2)
-    return args, script.make_pool(args, seeds, noop_max=1500, episodic_life=True, **options)
+    env, seeds = script.make_env(args), script.env_seeds(args, 2)
+    env.options["noop_max"] = 1500
+    return args, env, env.make_pool(seeds, evaluation)
 
 
 def is_new_game(obs):
@@ -160,13 +166,14 @@ def is_new_game(obs):
 
 def test_statistics_of_games_that_end_unnoticed():
     """EnvPool begins the next game in silence: a plain replay notices it by the frames."""
-    args, envs = invaders(reward_clip=True)
+    args, env, pool = invaders(evaluation=False)
     blank = jax.eval_shape(functools.partial(script.init_states, args))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank._replace(key=None))
     state = zeros._replace(key=script.seed_keys(args))  # plays at random
-    roll = jax.jit(functools.partial(script.rollout, args, envs))
-    state, trajectory = jax.block_until_ready(roll(script.start_games(args, envs, state)))
-    _, plain = invaders(reward_clip=True)
+    roll = jax.jit(functools.partial(script.rollout, args, env, pool))
+    state = script.start_episodes(args, env, pool, state)
+    state, trajectory = jax.block_until_ready(roll(state))
+    _, _, plain = invaders(evaluation=False)
     plain.reset()
     running, last = np.zeros((2, 2)), np.zeros((2, 2))  # of each game: score, length
     valid, unnoticed = np.ones(2, bool), 0
@@ -185,8 +192,10 @@ def test_statistics_of_games_that_end_unnoticed():
 
 def test_evaluation_of_games_that_end_unnoticed(monkeypatch):
     """The score and the length are those of the first game alone."""
-    args, envs = invaders(reward_clip=False)
-    monkeypatch.setattr(script, "make_eval_pool", lambda args, seeds: envs)
+    args, env, _ = invaders(evaluation=True)
+    seeds = script.env_seeds(args, 2)
+    monkeypatch.setattr(script, "env_seeds", lambda *purpose: seeds)
+    monkeypatch.setattr(script, "make_env", lambda args: env)
     rng, played = np.random.default_rng(0), []
 
     def act(params, obs, step):
@@ -194,7 +203,7 @@ def test_evaluation_of_games_that_end_unnoticed(monkeypatch):
         return played[-1][None]
 
     evaluation = script.evaluate(args, act, {"w": np.zeros((1, 1))})
-    _, plain = invaders(reward_clip=False)
+    _, _, plain = invaders(evaluation=True)
     plain.reset()
     score, length, running, valid = np.zeros(2), np.zeros(2), np.ones(2, bool), np.ones(2, bool)
     unnoticed = 0
@@ -218,11 +227,11 @@ def test_agents_share_a_pool_but_not_their_games(backend, monkeypatch):
     results = []
     for agents in (dict(num_seeds=2), dict(seed=2)):
         args = quick_args(script, **agents)
-        envs = script.make_env(args)
-        state = new_state(args, envs)
+        env, pool = training_pool(args)
+        state = new_state(args, env, pool)
         with monkeypatch.context() as patch:
             patch.setattr(jax, "default_backend", lambda: backend)
-            update = jax.jit(functools.partial(script.update, args, envs))
+            update = jax.jit(functools.partial(script.update, args, env, pool))
             state, metrics = jax.block_until_ready(update(state))
         results.append(jax.tree.map(np.asarray, (script.named_arrays(state), metrics)))
     together, alone = results
@@ -236,13 +245,13 @@ def test_options_reach_the_emulators():
     sticky = dataclasses.replace(args, repeat_action_probability=0.9)
     frames = []
     for flags in (args, args, sticky):
-        pool = script.make_env(flags)
+        _, pool = training_pool(flags)
         pool.reset()
         frames.append(np.stack([pool.step(np.array([t % 4]))[0] for t in range(64)]))
     assert (frames[0] == frames[1]).all() and (frames[0] != frames[2]).any()
-    assert script.count_actions(args) == 4
+    assert script.make_env(args).action_space.n == 4
     full = dataclasses.replace(args, full_action_space=True)
-    assert script.count_actions(full) == script.make_env(full).action_space.n == 18
+    assert script.make_env(full).action_space.n == training_pool(full)[1].action_space.n == 18
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,9 +274,10 @@ class PlainNatureCNN(nn.Module):
 @functools.cache
 def initial_params():
     """{name: array} of a network for four actions."""
-    return jax.jit(functools.partial(script.init_agent, script.Args(), num_actions=4))(
-        jax.random.key(0)
-    )["params"]
+    env = script.make_env(script.Args())  # Breakout
+    return jax.jit(functools.partial(script.init_agent, script.Args(), env=env))(jax.random.key(0))[
+        "params"
+    ]
 
 
 def random_frames(num):
@@ -533,14 +543,14 @@ def test_evaluation_equals_replay_of_its_first_game(mode, protocol, sticky, limi
         repeat_action_probability=sticky,
     )
     params = initial_agents(args).params
-    act = functools.partial(script.make_act(args), script.input_numbers(args))
+    act = functools.partial(
+        script.program(args, script.evaluation_actions), script.input_numbers(args)
+    )
     evaluation, again = (script.evaluate(args, act, params) for _ in range(2))
     np.testing.assert_equal(tuple(evaluation), tuple(again))
     seeds = script.env_seeds(args, args.eval_episodes, script.EVALUATION)[:1]
     look = dict(gray_scale=False, img_height=210, img_width=160)
-    colour = script.make_pool(
-        args, seeds, episodic_life=protocol == "training", reward_clip=False, **look
-    )
+    colour = script.make_env(args).make_pool(seeds, evaluation=True, **look)
     colour.reset()
     played = [colour.step(np.array([action])) for action in evaluation.actions]
     ends = np.array([step[2][0] | step[3][0] for step in played])
@@ -576,13 +586,13 @@ def test_interrupted_run_goes_on_with_new_games(tmp_path, monkeypatch, capsys):
     run_dir = run_of(tmp_path)
     said = capsys.readouterr().out
     assert stopped.value.code == 143 and f"to go on: --resume {run_dir}" in said
-    assert "games start anew" not in said
+    assert "episodes start anew" not in said
     args = script.load_args(run_dir)
     like = jax.eval_shape(functools.partial(script.init_states, args))
     stopped = script.load_checkpoint(run_dir, like)
     assert (stopped.update == 3).all()
     assert stopped.env_state is None and "env_state" not in str(list(arrays_of(run_dir)))
-    resumed = script.start_games(args, script.make_env(args), stopped)
+    resumed = script.start_episodes(args, *training_pool(args), stopped)
     ours, expected = script.named_arrays(resumed), script.named_arrays(stopped)
     for name in expected:
         if not name.startswith("stats"):
@@ -590,7 +600,7 @@ def test_interrupted_run_goes_on_with_new_games(tmp_path, monkeypatch, capsys):
     np.testing.assert_array_equal(resumed.stats.last_return, stopped.stats.last_return)
     assert not resumed.stats.running_length.any() and stopped.stats.running_length.any()
     script.main(words_of(resume=run_dir, eval_interval=0))
-    assert "games start anew" in capsys.readouterr().out
+    assert "episodes start anew" in capsys.readouterr().out
     final = script.load_checkpoint(run_dir, like)
     _, key = jax.random.split(script.seed_keys(args)[0])  # the first one is for the parameters
     for _ in range(6):  # each update plays and learns
@@ -621,21 +631,16 @@ def test_results_of_two_seeds_tell_mode_and_protocol(tmp_path, capsys):
     assert videos == {"step_32.mp4", "eval.mp4"}
 
 
-def test_compilation_cache_is_off_for_pools():
-    """Nothing that is compiled inside `with` is written; what is compiled outside of it is."""
+def test_compilation_cache_is_off_for_pools(tmp_path):
+    """The program that steps a pool is not written, others are."""
     folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
-
-    def files_written(number):
-        before = set(os.listdir(folder))
-        jax.jit(lambda x: jnp.sin(x + number) @ x).lower(jnp.ones((5, 5))).compile()
-        return {name for name in set(os.listdir(folder)) - before if "lambda" in name}
-
-    limit = jax.config.jax_persistent_cache_min_compile_time_secs
+    before, limit = set(os.listdir(folder)), jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    with script.without_compilation_cache():
-        assert not files_written(os.getpid())
-    assert files_written(os.getpid())
+    run_main(script, tmp_path, num_envs=3, total_timesteps=12)  # sizes that no other test has
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
     jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
+    written = {name.partition("-")[0] for name in set(os.listdir(folder)) - before}
+    assert "jit_init_states" in written and "jit_update_seeds" not in written
 
 
 def test_unknown_game_lists_near_names():

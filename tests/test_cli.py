@@ -149,7 +149,7 @@ def test_exit_statuses(script, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@each_text("main", lacking="make_pool")  # Atari's environments are not of its file
+@each_text("main", lacking="start_episodes")  # Atari's environments are not of its file
 @pytest.mark.quick
 def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch):
     """An environment whose `step` raises OSError, as damaged files do: not mistaken for one."""
@@ -178,10 +178,8 @@ def test_wrong_evaluation_is_noticed_before_compilation(script, tmp_path, monkey
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(fun_name)
 
-    if hasattr(script, "make_act"):
-        monkeypatch.setattr(script, "make_act", lambda args: script.program(args, wrong))
-    else:
-        monkeypatch.setattr(script, "evaluate", wrong)
+    name = "evaluation_actions" if hasattr(script, "evaluation_actions") else "evaluate"
+    monkeypatch.setattr(script, name, wrong)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.raises(TypeError, match="of my own"):
@@ -356,7 +354,7 @@ def test_first_line_of_progress_comes_after_the_first_update(script, tmp_path, c
     assert [line.startswith(start) for line, start in zip(lines, starts)] == [True, True]
 
 
-@each_text("main", lacking="make_pool")
+@each_text("main", lacking="start_episodes")
 def test_evaluations_and_videos_during_training(script, tmp_path, capsys):
     """`--eval-interval 5 --capture-video`; the last evaluation is what `--eval` repeats."""
     run_dir = run_main(script, tmp_path, eval_interval=5, capture_video=True)

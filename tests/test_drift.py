@@ -26,7 +26,7 @@ DIFFERENT = {
     "forward": ("ABCD", "networks and action distributions, recurrence"),
     "Transition": ("AABC", "recurrence, steps of EnvPool that only reset"),
     "Batch": ("AABC", "samples or whole sequences, masked steps"),
-    "rollout": ("AABC", "recurrence, a pool of emulators for all agents"),
+    "rollout": ("AABC", "recurrence, a pool of environments for all agents"),
     "trajectory_values": ("AABC", "recurrence, successors that EnvPool hands out"),
     "optimizer_update": ("--AB", "few parameters, as one vector, or many"),
     "ppo_loss": ("ABCD", "metrics of a Gaussian, recurrence, masked steps"),
@@ -42,7 +42,7 @@ DIFFERENT = {
     "evaluation_scores": ("ABCD", "success rates, games that report nothing else"),
     "evaluation_summary": ("AAAB", "protocols of evaluation"),
     "describe": ("AAAB", "protocols of evaluation"),
-    "try_video": ("AABC", "several processes; a pool has no `render`"),
+    "try_video": ("AABA", "several processes"),
     "evaluate_run": ("AABC", "agents of trials, emulators on the host"),
     "main": ("AABC", "several processes, a pool of emulators"),
 }

@@ -575,12 +575,11 @@ def test_forward_is_exported_with_any_batch_size(script):
     """`jax.export` with a batch size that is a symbol; then seven observations."""
     args, key = quick_args(script), jax.random.key(0)
     (size,) = jax.export.symbolic_shape("size")
-    if hasattr(script, "count_actions"):
-        inputs, axes = (jnp.zeros((7, *script.OBS_SHAPE), script.OBS_DTYPE),), (0,)
-        params = script.init_agent(args, key, num_actions=4)
+    env = script.make_env(args)
+    params = script.init_agent(args, key, env)
+    if hasattr(env, "observation_space"):
+        inputs, axes = (jnp.zeros((7, 4, 84, 84), jnp.uint8),), (0,)
     else:
-        env = script.make_env(args)
-        params = script.init_agent(args, key, env)
         states = jax.vmap(env.reset)(jax.random.split(key, 7))
         inputs, axes = (jax.vmap(env.observe)(states),), (0,)
         if hasattr(script, "make_inputs"):

@@ -1,0 +1,144 @@
+"""Continuous control in Atari's script: MuJoCo, dm_control, MetaWorld and others that EnvPool has.
+
+    python benchmarks/worlds/mujoco_envpool.py --env-id HalfCheetah-v4 --seed 2
+    python benchmarks/worlds/mujoco_envpool.py --env-id CartpoleBalance-v1 --total-timesteps 2e5
+    python benchmarks/worlds/mujoco_envpool.py --eval runs/<run_name> --eval-episodes 100
+
+The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian whose deviations
+do not depend on the observation, two networks of 64-64 tanh, running statistics that normalise
+observations and scale rewards. Observations that are a Dict are joined. The statistics are among
+the parameters, so that a checkpoint has them. `eval_return_mean` is of sampled actions and plain
+rewards.
+"""
+
+import dataclasses
+import math
+import pathlib
+import sys
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import tyro
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import ppo_atari_envpool_xla_jax as ppo  # noqa: E402
+from ppo_swingup_jax import Gaussian, init_mlp, mlp  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(ppo.Args):
+    """PPO on continuous control through EnvPool's XLA interface."""
+
+    env_id: str = "HalfCheetah-v4"
+    """environment, as EnvPool names it"""
+    exp_name: str = pathlib.Path(__file__).stem
+    total_timesteps: float = 1_000_000.0
+    num_envs: int = 1
+    num_steps: int = 2048
+    num_minibatches: int = 32
+    update_epochs: int = 10
+    learning_rate: float = 3e-4
+    clip_coef: float = 0.2
+    clip_vloss: bool = True
+    ent_coef: float = 0.0
+    # Atari's
+    eval_protocol: tyro.conf.Fixed[str] = "training"
+    max_episode_steps: tyro.conf.Fixed[int] = 1
+    repeat_action_probability: tyro.conf.Fixed[float] = 0.0
+    full_action_space: tyro.conf.Fixed[bool] = False
+
+
+class ContinuousControl(ppo.World):
+    """Observations are one vector; a discounted return of rewards is remembered for `learn`."""
+
+    def start(self, obs, info):
+        obs = joined(obs)
+        return obs, jnp.zeros(len(obs))
+
+    def read(self, memory, valid, outcome):
+        return super().read(memory, valid, (joined(outcome[0]), *outcome[1:]))
+
+
+def joined(obs):
+    """A tree of arrays [N, ...] as one array [N, O]."""
+    return jnp.concatenate([x.reshape(len(x), -1) for x in jax.tree.leaves(obs)], axis=1)
+
+
+def init_agent(args, key, env):
+    """Parameters of the networks, and the statistics."""
+    obs_size = gymnasium.spaces.flatdim(env.observation_space)
+    action_size = math.prod(env.action_space.shape)
+    actor_key, critic_key = jax.random.split(key)
+    return {
+        "actor": init_mlp(actor_key, (obs_size, 64, 64, action_size), head_gain=0.01),
+        "critic": init_mlp(critic_key, (obs_size, 64, 64, 1), head_gain=1.0),
+        "log_std": jnp.zeros(action_size),
+        "obs": {"count": jnp.zeros(()), "mean": jnp.zeros(obs_size), "var": jnp.ones(obs_size)},
+        "returns": {"count": jnp.zeros(()), "mean": jnp.zeros(()), "var": jnp.ones(())},
+    }
+
+
+def forward(args, params, obs):
+    """The policy's distribution and the values [M] of observations [M, O]."""
+    seen = jax.lax.stop_gradient(params["obs"])
+    x = (obs - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-8)
+    x = jnp.clip(x, -10.0, 10.0).T  # [O, M], see `mlp`
+    mean = mlp(params["actor"], x).T  # [M, A]
+    log_std = jnp.broadcast_to(params["log_std"], mean.shape)
+    return Gaussian(mean=mean, log_std=log_std), mlp(params["critic"], x)[0]
+
+
+def updated(old, x, valid):
+    """Statistics of all that came before and of x [T, N, ...] where `valid` [T, N]."""
+    where = jnp.expand_dims(valid, range(2, x.ndim))
+    mean, var = x.mean((0, 1), where=where), x.var((0, 1), where=where)
+    count = old["count"] + valid.sum()
+    share = valid.sum() / count  # of the new ones among all
+    change = mean - old["mean"]
+    return {
+        "count": count,
+        "mean": old["mean"] + share * change,
+        "var": (1 - share) * (old["var"] + share * change**2) + share * var,
+    }
+
+
+plain_learn = ppo.learn
+
+
+def learn(args, state, trajectory):
+    """Rewards are divided by the deviation of their discounted sums before all else.
+
+    The statistics of observations change after it: ratios compare policies that see the same.
+    """
+    params, valid = state.params, trajectory.valid
+    done = trajectory.terminated | trajectory.truncated
+
+    def add(total, step):
+        reward, valid, done = step
+        total = jnp.where(valid, args.gamma * total + reward, total)
+        return jnp.where(done, 0.0, total), total
+
+    steps = trajectory.reward, valid, done
+    total, totals = jax.lax.scan(add, state.env_state.memory, steps)
+    returns = updated(params["returns"], totals, valid)
+    reward = jnp.clip(trajectory.reward / jnp.sqrt(returns["var"] + 1e-8), -10.0, 10.0)
+    state = state._replace(env_state=state.env_state._replace(memory=total))
+    state, metrics = plain_learn(args, state, trajectory._replace(reward=reward))
+    statistics = {"obs": updated(params["obs"], trajectory.obs, valid), "returns": returns}
+    return state._replace(params=state.params | statistics), metrics
+
+
+def main(words=None):
+    """Atari's `main` with this world and agent."""
+    ppo.Args, ppo.make_env = Args, ContinuousControl
+    ppo.init_agent, ppo.forward, ppo.learn = init_agent, forward, learn
+    ppo.main(words)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")
