@@ -46,6 +46,7 @@ Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M sam
 O observation size, A actions, E evaluation episodes, L longest episode, U updates.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -1235,20 +1236,28 @@ def input_numbers(args):
     return floats | {"seed": np.uint32(args.seed)}
 
 
-def program(args, function, level=2, **options):
+def start_device():
+    """Where initialisation runs: on the CPU, which compiles it soonest, if JAX_PLATFORMS has it."""
+    has_cpu = "cpu" in (jax.config.jax_platforms or "cpu")
+    return jax.local_devices(backend="cpu" if has_cpu else None)[0]
+
+
+def program(args, function, level=2, device=None, **options):
     """Jits function(args, ...) as a function of `input_numbers` and what else it takes.
 
-    On a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
-    default, and compile sooner. What runs once is done soonest with 0. XLA_FLAGS may set another.
+    For a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
+    default, and compile sooner. What runs once is done soonest with 0. For a GPU without trying out
+    which product of matrices is fastest: here they are small. XLA_FLAGS may set these otherwise.
     """
 
     @functools.wraps(function)  # its name appears in profiles
     def with_numbers(numbers, *inputs):
         return function(dataclasses.replace(args, **numbers), *inputs)
 
-    is_set = "optimization_level" in os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() == "cpu" and not is_set:
-        options["compiler_options"] = {"xla_backend_optimization_level": level}
+    platform = device.platform if device else jax.default_backend()
+    name = {"cpu": "xla_backend_optimization_level", "gpu": "xla_gpu_autotune_level"}.get(platform)
+    if name and name not in os.environ.get("XLA_FLAGS", ""):
+        options["compiler_options"] = {name: level if platform == "cpu" else 0}
     return jax.jit(with_numbers, **options)
 
 
@@ -1635,7 +1644,7 @@ def main(words=None):
     # --- Start, or go on ---
     start = time.perf_counter()
     numbers = input_numbers(args)
-    init = program(args, init_states, level=0)  # runs once
+    init = program(args, init_states, level=0, device=start_device())  # runs once
     run_update = program(args, update_seeds, donate_argnums=1)
     run_evaluation = program(args, evaluate_seeds)
     # All are traced before the first is compiled: mistakes in shapes show at once.
@@ -1647,8 +1656,7 @@ def main(words=None):
         if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
             print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
             return
-    traced = run_update.trace(numbers, like)
-    jax.eval_shape(run_evaluation, numbers, like.params)
+    traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
     with problems(f"{run_dir} cannot be written", OSError):
@@ -1656,10 +1664,16 @@ def main(words=None):
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    if not begun:
-        state = init(numbers)
+    if not begun:  # computed where its input is
+        state = init(jax.device_put(numbers, start_device()))
+        state = jax.device_put(state, jax.devices()[0])
     if not jax.config.jax_disable_jit:  # with which people debug
-        run_update = traced.lower().compile()
+        if CPU_CORES > 4:  # side by side
+            lowered = [trace.lower() for trace in traced]
+            with concurrent.futures.ThreadPoolExecutor() as threads:
+                run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
+        else:  # the evaluation, should it ever come, when it is called
+            run_update = traced[0].lower().compile()
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
@@ -1726,5 +1740,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
         main([] if in_notebook else None)
-    except (Problem, jax.errors.JaxRuntimeError) as problem:  # the latter where memory ends
-        sys.exit(f"error: {problem}")
+    except (Problem, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, Problem) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sys.exit(f"error: {error}")
