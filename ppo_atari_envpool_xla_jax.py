@@ -381,7 +381,7 @@ def pixels_first(obs):
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
     # Without this barrier XLA would merge the transpose into later copies, of bytes again.
     words = jax.lax.optimization_barrier(words.transpose(1, 2, 3, 0))
-    shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[:, None]  # the first pixel comes lowest
+    shifts = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(1, 1, 1, 4, 1)  # lowest: the first pixel
     pixels = words[..., None, :] >> shifts & 255
     return pixels.reshape(*obs.shape[1:], -1).astype(jnp.float32)
 

@@ -1009,7 +1009,7 @@ def one_hot_codes(x, sizes):
     rest = x.shape[1:]
     one_hot = []
     for code, num_values in enumerate(sizes):
-        values = np.arange(num_values).reshape(-1, *[1] * len(rest))
+        values = np.arange(num_values).reshape(1, -1, *[1] * len(rest))
         is_value = x[code :: len(sizes), None] == values  # [4, num_values, ...]
         one_hot.append(is_value.reshape(-1, *rest))
     return jnp.concatenate(one_hot)
@@ -1083,7 +1083,7 @@ class GRU(nn.Module):
         u = jnp.concatenate([u_reset, u_keep, u_new])  # [3 H, H]
 
         def step(h, inputs):
-            from_x, start = inputs  # [3 H, M], [M]
+            from_x, start = inputs  # [3 H, M], [1, M]
             h = jnp.where(start, 0.0, h)
             reset_x, keep_x, new_x = jnp.split(from_x, 3)
             reset_h, keep_h, new_h = jnp.split(u @ h, 3)
@@ -1093,7 +1093,7 @@ class GRU(nn.Module):
             h = (1 - keep) * new + keep * h
             return h, h
 
-        _, hs = jax.lax.scan(step, h, (from_x, start), unroll=gpu_unroll(8))
+        _, hs = jax.lax.scan(step, h, (from_x, start[:, None]), unroll=gpu_unroll(8))
         return hs.transpose(1, 2, 0)
 
 
@@ -2814,8 +2814,8 @@ def crossing_level(env, draw, num_crossings, obstacle):
         river = pick(uniform, ~chosen)
         chosen = chosen | (np.arange(2 * len(lines)) == river)
     columns, rows = chosen[: len(lines)], chosen[len(lines) :]
-    in_column = (columns & (x[:, None] == lines)).any(1)
-    in_row = (rows & (y[:, None] == lines)).any(1)
+    in_column = (columns[None] & (x[:, None] == lines)).any(1)
+    in_row = (rows[None] & (y[:, None] == lines)).any(1)
     grid = put_goal(env, make_room(env, in_column | in_row, obstacle))
 
     # --- Openings ---
@@ -2945,8 +2945,8 @@ def key_corridor_level(env, draw):
     open_time, for_door = draw(2, num_rows, 4)
     door_colour, door_place = several_below(for_door, 6, inside)
     along = door_place + 1  # from the corner of the room
-    sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([1, 2]) * pitch
-    down_cells = pitch * (row[:, None] + 1) * env.width + np.array([0, 2]) * pitch + along[:, 2:]
+    sideways_cells = (pitch * row[:, None] + along[:, :2]) * env.width + np.array([[1, 2]]) * pitch
+    down_cells = pitch * (row[:, None] + 1) * env.width + np.array([[0, 2]]) * pitch + along[:, 2:]
     door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
 
     # --- The locked door, what is behind it, and its key ---
@@ -3034,8 +3034,8 @@ def playground_level(env, draw):
 
     # --- Doors [2, 3, 2]: in columns of wall, then in rows; room along the wall; which wall ---
     colour, place = several_below(for_door, 6, pitch - 2)  # none beside the wall's last crossing
-    along = pitch * np.arange(3)[:, None] + 1 + place
-    across = pitch * np.array([1, 2])
+    along = pitch * np.arange(3)[None, :, None] + 1 + place
+    across = pitch * np.array([[1, 2]])
     in_columns = along[0] * env.width + across
     in_rows = across * env.width + along[1]
     doors = (DOOR_CLOSED + colour).astype(jnp.uint8)
@@ -3179,8 +3179,8 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
         # Does it fit in? The last room needs no check: it lies on the other side of the door.
         fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
         other = jax.tree.map(lambda side: side[:, :, None], others)  # [rooms, chains, 1]
-        is_apart = (left + width < other.left) | (other.left + other.width <= left)
-        is_apart |= (top + height < other.top) | (other.top + other.height <= top)
+        is_apart = ((left + width)[None] < other.left) | (other.left + other.width <= left[None])
+        is_apart |= ((top + height)[None] < other.top) | (other.top + other.height <= top[None])
         fits &= is_apart.all(0)
         is_chosen = fits & (jnp.cumsum(fits, axis=1) == 1)
 
@@ -3207,7 +3207,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
         lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
     )  # [rooms, 1]
     right, bottom = rooms.left + rooms.width - 1, rooms.top + rooms.height - 1
-    x, y = coordinates(env)
+    x, y = (places[None] for places in coordinates(env))  # [1, G]
     is_in_room = (x >= rooms.left) & (x <= right) & (y >= rooms.top) & (y <= bottom)  # [rooms, G]
     is_inside = (x > rooms.left) & (x < right) & (y > rooms.top) & (y < bottom)
     is_wall = is_in_room & ~is_inside & (np.arange(num_rooms)[:, None] < length)
@@ -3585,7 +3585,7 @@ def draw_view(view):
     has_agent = np.arange(VIEW**2).reshape(VIEW, VIEW) == AGENT_CELL
     tile = view.astype(jnp.int32) + NUM_CELLS * has_agent
     # One look-up for each pixel row of each tile, [7, 8, 7]: the order of the picture already.
-    row = tile[:, None] * TILE + np.arange(TILE)[:, None]
+    row = tile[:, None] * TILE + np.arange(TILE)[None, :, None]
     return at(tile_rows(), row).reshape(VIEW * TILE, VIEW * TILE, 3)
 
 

@@ -90,20 +90,19 @@ def cells(env_id, rows):
 
 
 def write_table(results, page):
-    """Writes what was learned into the page's table, behind what it says of each id."""
+    """Writes what was learned of each id into the page's table."""
     lines = page.read_text().splitlines()
     for i, line in enumerate(lines):
         if not line.startswith("| "):
             continue
-        own = line.strip("| ").split(" | ")[:6]
-        env_id = own[0]
+        env_id = line.strip("| ").split(" | ")[0]
         if env_id == "id":
             new = HEADER
         elif env_id == "--":
             new = ["--"] * len(HEADER)
         else:
             new = cells(env_id, results.get(env_id, {}))
-        lines[i] = "| " + " | ".join([*own, *new]) + " |"
+        lines[i] = "| " + " | ".join([env_id, *new]) + " |"
     page.write_text("\n".join(lines) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import types
@@ -128,13 +129,23 @@ def test_compare(tmp_path):
 
 
 @pytest.mark.quick
-def test_code_lines():
-    """A line for each script and kind of files, and version."""
-    assert len(run("code_lines").splitlines()) == len(QUICK) + 3
+def test_code_lines(monkeypatch):
+    """Blank lines, comments and docstrings are none; a section's add up to the script's."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    code_lines = importlib.import_module("code_lines")
+    text = (
+        '"""Of a\nfile."""\n\n# x\nclass A:\n    """Of it."""\n    x = (\n        1\n    )  # 1\n'
+    )
+    assert code_lines.code_lines(text) == {5, 7, 8, 9}
+    rule = "# ====\n"
+    assert code_lines.sections(f"import os\n{rule}# PPO: x\n{rule}x = 1\ny = 2\n") == {
+        "Imports": 1,
+        "PPO": 2,
+    }
     needs_history()
-    lines = run("code_lines", "--against", "HEAD").splitlines()
-    assert len(lines) == 2 * (len(QUICK) + 3)
-    assert "code lines" in lines[0] and lines[-1].startswith("benchmarks HEAD: ")
+    for line in run("code_lines", "--against", "HEAD").splitlines()[: 2 * len(QUICK)]:
+        total, *parts = map(int, re.findall(r"(\d+)(?: code lines|[,)])", line))
+        assert total == sum(parts) > 800
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,34 +207,6 @@ def test_minigrid_ids(tmp_path):
     minutes = f"{row['train_seconds'] / 60:.0f}"
     success = f"{row['success_rate']:.3f}"
     assert f"| long mission, best of 2 | 16,384 | - | {minutes} | {success} |" in line
-
-
-def test_minigrid_flags(tmp_path):
-    """A set of flags on one level; the seed that stands in the results is not repeated."""
-    words, out = "16x16, 1x2, 1e-3", tmp_path / "out.json"
-    name = f"Empty-8x8; {words}; seed"
-    out.write_text(json.dumps({"seconds_of_an_update": {}, "runs": {f"{name} 1": {"steps": 512}}}))
-    options = ["--sets", words, "--levels", "Empty-8x8", "--seeds", 2, "--out", out]
-    printed = run("minigrid_flags", *options, "--total-timesteps", 512)
-    assert printed.startswith(f"{name} 2: None")  # that is not enough
-    run("minigrid_flags", *options, "--speed")
-    (seconds,) = json.loads(out.read_text())["seconds_of_an_update"].values()
-    assert seconds > 0 and "Empty-8x8   inf s, 1 of 2" in run("minigrid_flags", "--table", *options)
-
-
-def test_minigrid_collapse(tmp_path):
-    """A run of one update; one that stands in the results is not repeated."""
-    out = tmp_path / "out.json"
-    words = ["LavaGapS7", "--variants", "no KL limit", "--seeds", 1, "--episodes", 4]
-    words += ["--total-timesteps", 8192, "--out", out]
-    assert "LavaGapS7, no KL limit, 8192 steps, seed 1" in run("minigrid_collapse", *words)
-    (row,) = json.loads(out.read_text()).values()
-    assert len(row["returns"]) == 1 and row["args"] == {
-        "num_steps": 128, "update_epochs": 4, "target_kl": None, "total_timesteps": 8192,
-        "beta2": 0.999,
-    }  # fmt: skip
-    assert 4 * row["success_rate"] in range(5) and row["steps_to_0.9"] is None
-    assert run("minigrid_collapse", *words) == ""
 
 
 def test_cut_recurrence():

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import math
 import os
+import pathlib
 import pickle
 import pwd
 import re
+import shlex
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -16,7 +20,9 @@ import numpy as np
 import pytest
 from conftest import (
     QUICK,
+    ROOT,
     arrays_of,
+    command,
     contents,
     each_text,
     environment,
@@ -78,7 +84,13 @@ def refusal(script, function, *args, **options):
         ("learning_rate", -1),
         ("learning_rate", "nan"),
         ("clip_coef", -0.2),
+        ("target_kl", -1),
+        ("target_kl", "nan"),
+        ("ent_coef", "nan"),
+        ("ent_coef", "inf"),
+        ("eval_episodes", 10**30),
         ("exp_name", "../../x"),
+        ("exp_name", "\udcff"),  # what Python makes of bytes that are no UTF-8
     ],
 )
 def test_bad_flags_are_refused(script, flag, value, tmp_path):
@@ -129,6 +141,17 @@ def test_notations_of_counts(script, text):
     assert script.parse_args(["--total-timesteps", text]).total_timesteps == 500_000
 
 
+@pytest.mark.quick
+def test_every_float_has_a_range_or_is_finite(script):
+    """NaN is refused by its flag's name, one after the other."""
+    args = quick_args(script)
+    for name, value in vars(args).items():
+        if isinstance(value, float):
+            changed = dataclasses.replace(args, **{name: math.nan})
+            message = refusal(script, script.check_args, changed)
+            assert message.startswith(f"--{name.replace('_', '-')} must be ")
+
+
 @once("main")
 @pytest.mark.quick
 @pytest.mark.parametrize("text", ["1.5", "nan", "-inf", "-1e9"])
@@ -147,6 +170,23 @@ def test_exit_statuses(script, tmp_path):
         (line,) = stderr.splitlines()
         assert process.returncode == 1 and line.startswith("error: ") and text in line
     assert not (tmp_path / "runs").exists()
+
+
+@once("main")
+def test_what_the_machine_refuses(script, tmp_path):
+    """No such device, or too little memory: one line, not a traceback."""
+    limit = f"import resource, runpy, sys; sys.argv[0] = '{script.__name__}.py'\n"
+    limit += "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # 16 GiB\n"
+    limit += f"runpy.run_path('{script.__name__}.py', run_name='__main__')"
+    options = QUICK[script.__name__] | dict(total_timesteps=128)
+    cases = {
+        "JAX_PLATFORMS=cuda": dict(env={"JAX_PLATFORMS": "cuda"}),
+        "Out of memory": dict(code=limit, eval_episodes=10**8),
+    }
+    for text, case in cases.items():
+        _, stderr = start(script, tmp_path, 1, **options | case).communicate()
+        (line,) = stderr.splitlines()
+        assert line.startswith("error: ") and text in line
 
 
 @each_text("main", lacking="start_episodes")  # Atari's environments are not of its file
@@ -352,6 +392,52 @@ def test_first_line_of_progress_comes_after_the_first_update(script, tmp_path, c
     starts = [f"{args.batch_size} steps (5%)", f"{int(args.total_timesteps):,} steps (100%)"]
     assert len(lines) == 2
     assert [line.startswith(start) for line, start in zip(lines, starts)] == [True, True]
+
+
+@once("Logger")
+@pytest.mark.parametrize("stdout", ["closed", "full"])
+def test_nobody_reads_the_progress(script, stdout, tmp_path):
+    """`>&-`, as daemons have it, and a disk without space: it trains on."""
+    folders = dict(runs_dir=tmp_path / "runs", videos_dir=tmp_path / "videos")
+    line = shlex.join(command(script, **QUICK[script.__name__] | folders))
+    line += {"closed": " >&-", "full": " >/dev/full"}[stdout]
+    options = dict(cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(line, shell=True, **options)
+    assert result.returncode == 0 and not result.stderr
+    assert (run_of(tmp_path) / "summary.json").exists()
+
+
+@once("write_json")
+@pytest.mark.quick
+def test_infinity_is_strict_json(script, tmp_path):
+    """`--max-grad-norm inf`, no clipping: written, read back and evaluated."""
+    run_dir = run_main(script, tmp_path, max_grad_norm="inf", total_timesteps=256)
+    script.main(words_of(eval=run_dir, videos_dir=tmp_path))
+
+    def strict(name):
+        raise ValueError(f"{name} is no JSON")
+
+    for name in ("args", "summary", "eval"):
+        saved = json.loads((run_dir / f"{name}.json").read_text(), parse_constant=strict)
+        assert saved.get("args", saved)["max_grad_norm"] == math.inf
+    assert script.load_args(run_dir).max_grad_norm == math.inf
+
+
+@once("Logger")
+@pytest.mark.quick
+def test_resumed_on_a_machine_whose_clock_is_behind(script, tmp_path, monkeypatch):
+    """Or with a smaller process id in the same second: its events replace those after its start."""
+    clock = time.time()
+    for first, last, seconds, process in [(0, 4, 0, 20), (2, 5, -3600, 30), (3, 6, -3600, 10)]:
+        monkeypatch.setattr(time, "time", lambda: clock + seconds)  # noqa: B023
+        monkeypatch.setattr(os, "getpid", lambda: process)  # noqa: B023
+        logger = script.Logger(quick_args(script), tmp_path, first)
+        for update in range(first + 1, last + 1):
+            logger.write(update, {"x": np.full(1, 10.0 * first + update)})
+        logger.close()
+    batch = quick_args(script).batch_size
+    values = [1, 2, 23, 34, 35, 36]  # of the last start before each update
+    assert scalars(tmp_path)["x"] == [(batch * n, x) for n, x in enumerate(values, 1)]
 
 
 @each_text("main", lacking="start_episodes")
@@ -696,6 +782,31 @@ def test_resuming_a_finished_run(script, run_copy, capsys):
     assert summary["eval_return_mean"] == expected["eval_return_mean"] and summary["sps"] is None
 
 
+@once("write_file")
+@pytest.mark.quick
+def test_two_processes_write_one_checkpoint(script, tmp_path, monkeypatch):
+    """As two `--resume` of a run do: one at the very end of the other's file; both succeed."""
+    replace, path = pathlib.Path.replace, tmp_path / "checkpoint.npz"
+
+    def wait_for_the_other(temporary, target):
+        monkeypatch.setattr(pathlib.Path, "replace", replace)
+        script.write_file(path, b"of the other")
+        assert path.read_bytes() == b"of the other" and temporary.read_bytes() == b"mine"
+        return replace(temporary, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", wait_for_the_other)
+    script.write_file(path, b"mine")
+    assert contents(tmp_path) == {"checkpoint.npz": b"mine"}
+
+
+@once("load_args")
+@pytest.mark.quick
+def test_run_of_a_program_with_its_own_environment(script, tmp_path):
+    """The stock script says who can load it."""
+    script.write_json(tmp_path / "args.json", vars(quick_args(script)) | {"my_flag": 1})
+    assert "the program that started it" in refusal(script, script.load_args, tmp_path)
+
+
 @once("named_arrays")
 @pytest.mark.quick
 def test_fields_that_users_add(script, tmp_path, monkeypatch):
@@ -744,7 +855,7 @@ def test_seed_with_nan_is_named_and_others_go_on(script, tmp_path, capsys):
     script.main(words_of(resume=tmp_path))
     out = capsys.readouterr().out
     named = [line for line in out.splitlines() if "not finite" in line]
-    assert len(named) == 1 and "seed 2" in named[0]
+    assert len(named) == 1 and "seed 2" in named[0] and "\nvideo of seed 1: " in out
     script.main(words_of(eval=tmp_path, videos_dir=tmp_path))
     assert "without the failed seeds [2]" in out
     assert "without the failed seeds [2]" in capsys.readouterr().out

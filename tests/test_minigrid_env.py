@@ -261,6 +261,20 @@ def test_a_level_gets_as_many_random_numbers_as_it_asks_for():
         jax.eval_shape(greedy.reset, jax.random.key(0))
 
 
+def test_no_ranks_are_promoted():
+    """JAX_NUMPY_RANK_PROMOTION=raise: a level, a step and a picture of each family."""
+    families = {env.level: env for env in script.ENVIRONMENTS.values()}
+
+    def play(env, key):
+        state, _, _ = env.step(key, env.reset(key), script.FORWARD)
+        return env.observe(state)
+
+    with jax.numpy_rank_promotion("raise"):
+        for env in families.values():
+            env = script.dataclasses.replace(env, pixels=True)
+            jax.eval_shape(script.functools.partial(play, env), jax.random.key(0))
+
+
 OPEN_BORDERS = [env_id for env_id in IDS if "MultiRoom" in env_id or "GoToDoor" in env_id]
 
 

@@ -404,14 +404,18 @@ def test_a_missing_observation_is_named():
 
 @pytest.mark.quick
 def test_what_the_environment_of_a_trial_reports(monkeypatch):
-    """`Trials` hands on the metrics of its environment, where it has some."""
+    """`Trials` hands on what its environment says of every step, of the last of an episode too."""
     env = script.Trials(script.find_env("Empty-5x5"), 2)
     states = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 3))
     assert script.env_metrics(env, states) == {}
     metrics = lambda self, state: {"position": state.position}
     monkeypatch.setattr(script.MiniGrid, "metrics", metrics, raising=False)
-    ours = script.env_metrics(env, states)["position"]
-    np.testing.assert_array_equal(ours, states.env_state.position)
+    state, seen = env.reset(jax.random.key(0)), []
+    for action in [script.FORWARD, script.FORWARD, script.RIGHT, script.FORWARD, script.FORWARD]:
+        state, reward, _ = env.step(jax.random.key(0), state, action)
+        seen.append(int(env.metrics(state)["position"]))
+    assert reward > 0 and state.restarted  # in the top left corner; the goal was at the bottom
+    assert seen == [7, 8, 8, 13, 18] and state.env_state.position == 6
 
 
 @pytest.fixture(scope="module")

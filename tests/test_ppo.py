@@ -111,7 +111,7 @@ def test_categorical_equals_scipy(script):
 def test_gaussian_equals_scipy(script):
     """Log-probabilities and entropies of vectors of two numbers, modes, and what is drawn."""
     rng = np.random.default_rng(0)
-    mean, log_std = rng.normal(size=(3, 5, 2)).astype("f"), np.float32([-0.7, 0.3])
+    mean, log_std = rng.normal(size=(3, 5, 2)).astype("f"), np.float32([-2.0, 0.5])
     dist = script.Gaussian(mean=jnp.asarray(mean), log_std=jnp.asarray(log_std))
     normal = scipy.stats.norm(mean.astype(float), np.exp(log_std.astype(float)))
     action = rng.normal(size=(3, 5, 2)).astype("f")
@@ -374,6 +374,23 @@ def test_loss_equals_definition(script, clip_vloss):
     assert metrics.keys() - expected[1].keys() <= {"charts/action_std"}
     ours = loss, {tag: metrics[tag] for tag in expected[1]}
     close(ours, expected, rtol=1e-9)
+
+
+@having("ppo_loss", "init_mlp")
+@pytest.mark.quick
+def test_approx_kl_of_small_steps(script):
+    """Where a policy has moved by a millionth, it is 1e-12 and not the rounding of the ratio."""
+    args = quick_args(script)
+    single = lambda x: np.asarray(x, "f" if x.dtype == np.float64 else x.dtype)
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(single, loss_inputs(script, args))
+    log_prob = np.asarray(script.forward(args, params, batch.obs)[0].log_prob(batch.action))
+    batch = batch._replace(log_prob=log_prob + np.float32(2e-6))
+    _, metrics = script.ppo_loss(args, params, batch)
+    log_ratio = np.asarray(log_prob - batch.log_prob, float)  # exact: they are nearly the same
+    expected = (np.expm1(log_ratio) - log_ratio).mean()
+    assert 1e-12 < expected < 1e-11
+    np.testing.assert_allclose(metrics["losses/approx_kl"], expected, rtol=0.1)
 
 
 @having("ppo_loss", "init_mlp")

@@ -571,6 +571,24 @@ def test_with_64_bits(script):
 
 
 @pytest.mark.quick
+def test_with_the_checks_of_jax(script):
+    """JAX_CHECK_TRACER_LEAKS=1 and JAX_NUMPY_RANK_PROMOTION=raise: traced without an error."""
+    args = short_args(script, num_seeds=2, norm_adv=True, target_kl=0.1, clip_vloss=True)
+    init, envs = functools.partial(script.init_states, args), []
+    if hasattr(script, "num_uniforms"):
+        script.num_uniforms.cache_clear()
+    if hasattr(script, "start_games"):
+        envs = [script.make_env(args)]
+        init = lambda: script.start_games(args, *envs, script.init_states(args))
+    update = getattr(script, "update_seeds", script.update)
+    with jax.check_tracer_leaks(True), jax.numpy_rank_promotion("raise"):
+        state = jax.eval_shape(init)
+        jax.eval_shape(functools.partial(update, args, *envs), state)
+        if not envs:
+            jax.eval_shape(functools.partial(script.evaluate_seeds, args), state.params)
+
+
+@pytest.mark.quick
 def test_forward_is_exported_with_any_batch_size(script):
     """`jax.export` with a batch size that is a symbol; then seven observations."""
     args, key = quick_args(script), jax.random.key(0)

@@ -129,22 +129,6 @@ def test_starts_and_observation(script):
 
 
 @pytest.mark.quick
-def test_gaussian(script):
-    """Densities and entropies of three actions against SciPy; sampled and greedy actions."""
-    rng = np.random.default_rng(0)
-    mean, action = rng.normal(size=(2, 1000, 3)).astype("f")
-    log_std = rng.uniform(-2, 0.5, (1000, 3)).astype("f")
-    dist = script.Gaussian(mean=jnp.asarray(mean), log_std=jnp.asarray(log_std))
-    norm = scipy.stats.norm(mean.astype(float), np.exp(log_std.astype(float)))
-    np.testing.assert_allclose(dist.log_prob(action), norm.logpdf(action).sum(-1), rtol=1e-4)
-    np.testing.assert_allclose(dist.entropy(), norm.entropy().sum(-1), rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(dist.mode(), mean)
-    many = script.Gaussian(mean=jnp.full((100_000, 1), 0.3), log_std=jnp.full((100_000, 1), -1.0))
-    samples = np.asarray(many.sample(jax.random.key(1)))[:, 0]
-    assert scipy.stats.kstest(samples, scipy.stats.norm(0.3, math.exp(-1.0)).cdf).pvalue > 1e-3
-
-
-@pytest.mark.quick
 def test_deviation_stays_in_its_limits_and_comes_back(script):
     """It lies in [e^-2, e^0.5], starts at e^-0.5, and has a gradient on the way out and back."""
     args, env = script.Args(), script.CartPoleSwingUp()
