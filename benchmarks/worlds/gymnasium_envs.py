@@ -47,11 +47,11 @@ class Pool:
         self.seeds = seeds.tolist()
 
     def reset(self):
-        return self.envs.reset(seed=self.seeds)[0], {}
+        return jax.tree.map(np.float32, self.envs.reset(seed=self.seeds)[0]), {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.envs.step(np.asarray(action))
-        return obs, reward.astype(np.float32), terminated, truncated, {}
+        return jax.tree.map(np.float32, obs), np.float32(reward), terminated, truncated, {}
 
     def xla(self):
         reward = np.zeros(len(self.seeds), np.float32)
