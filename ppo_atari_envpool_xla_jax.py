@@ -240,9 +240,7 @@ class World:
             spec = envpool.make_spec(args.env_id, **options)
         except Exception as error:  # no such id, or options or libraries of another family
             near = difflib.get_close_matches(args.env_id, envpool.list_all_envs(), cutoff=0.3)
-            raise Problem(
-                f"--env-id {args.env_id}: {error!r}; near it: {', '.join(near)}"
-            ) from error
+            raise Problem(f"--env-id {args.env_id}: {error!r}; near it: {near}") from error
         self.observation_space, self.action_space = spec.observation_space, spec.action_space
 
     def make_pool(self, seeds, evaluation=False, **options):

@@ -132,10 +132,10 @@ def learn(args, state, trajectory):
     return state._replace(params=state.params | statistics), metrics
 
 
-def main(words=None, args=Args, world=Vectors):
-    """Atari's `main` with other flags, another world and this agent."""
+def main(words=None, args=Args, world=Vectors, agent=(init_agent, forward, learn)):
+    """Atari's `main` with these parts in the place of its own."""
     ppo.Args, ppo.make_env = args, world
-    ppo.init_agent, ppo.forward, ppo.learn = init_agent, forward, learn
+    ppo.init_agent, ppo.forward, ppo.learn = agent
     try:
         ppo.main(words)
     except ppo.Problem as problem:
