@@ -239,8 +239,8 @@ class World:
         try:
             spec = envpool.make_spec(args.env_id, **options)
         except Exception as error:  # no such id, or options or libraries of another family
-            near = ", ".join(difflib.get_close_matches(args.env_id, envpool.list_all_envs()))
-            raise Problem(f"--env-id {args.env_id}: {error!r}; EnvPool has {near}") from error
+            near = difflib.get_close_matches(args.env_id, envpool.list_all_envs(), cutoff=0.3)
+            raise Problem(f"--env-id {args.env_id}: {error!r}; near it: {near}") from error
         self.observation_space, self.action_space = spec.observation_space, spec.action_space
 
     def make_pool(self, seeds, evaluation=False, **options):
@@ -910,10 +910,9 @@ def start_episodes(args, env, pool, state):
     shape = (args.num_seeds, args.num_envs)
     told = env.start(*pool.reset())
     obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), told)
-    stats = state.stats._replace(
-        running_return=np.zeros(shape, np.float32), running_length=np.zeros(shape, np.int32)
-    )
-    env_state = EnvState(obs, done=np.zeros(shape, bool), memory=memory)
+    zeros = jnp.zeros(shape)
+    stats = state.stats._replace(running_return=zeros, running_length=jnp.int32(zeros))
+    env_state = EnvState(obs, done=zeros > 0, memory=memory)
     return state._replace(env_state=env_state, stats=stats)
 
 
@@ -1014,8 +1013,7 @@ def evaluate(args, act, params):
     actions, step = [], 0
     while running.any():
         obs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), obs)
-        action = np.asarray(act(params, obs, step))
-        action = action.reshape(-1, *action.shape[2:])
+        action = np.concatenate(act(params, obs, step))  # [K * E, ...]
         if running[0]:
             actions.append(action[0])
         outcome, score, ended, memory = env.read(memory, valid, pool.step(env.bounded(action)))
@@ -1555,7 +1553,7 @@ def main(words=None):
 
     # --- Train ---
     done = int(jax.device_get(state.update)[0])
-    states = [state]  # the first of them is complete, two updates may be under way
+    states = [state]  # the last three: two updates may be under way
     with contextlib.closing(Logger(args, run_dir, done)) as logger:
         try:
             with remembered_signals() as signals:
@@ -1581,9 +1579,11 @@ def main(words=None):
                     logger.start += time.perf_counter() - pause
                 logger.flush()
         except Exception:  # of the world, a full disk, Weights & Biases: what was learned is saved
-            with contextlib.suppress(Exception):
-                save_checkpoint(run_dir, states[0]._replace(env_state=None))
-                print(f"\nsaved: update {states[0].update[0]}; to go on: --resume {run_dir}")
+            for state in reversed(states):
+                with contextlib.suppress(Exception):  # of an update that has failed
+                    save_checkpoint(run_dir, state._replace(env_state=None))
+                    print(f"\nsaved update {state.update[0]}; to go on: --resume {run_dir}")
+                    break
             raise
         if logger.failed.all():
             raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")

@@ -6,9 +6,9 @@
 
 The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian whose deviations
 do not depend on the observation, two networks of 64-64 tanh, running statistics that normalise
-observations and scale rewards. Observations that are a Dict are joined. The statistics are among
-the parameters, so that a checkpoint has them. `eval_return_mean` is of sampled actions and plain
-rewards.
+observations and scale rewards. Observations that are a Dict are joined, and where actions are
+discrete, the distribution is. The statistics are among the parameters, so that a checkpoint has
+them. `eval_return_mean` is of sampled actions and plain rewards.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import math
 import pathlib
 import sys
 
-import gymnasium
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -50,8 +50,8 @@ class Args(ppo.Args):
     full_action_space: tyro.conf.Fixed[bool] = False
 
 
-class ContinuousControl(ppo.World):
-    """Observations are one vector; a discounted return of rewards is remembered for `learn`."""
+class Vectors(ppo.World):
+    """Observations are joined; `learn` keeps the discounted sum of rewards in the memory."""
 
     def start(self, obs, info):
         obs = joined(obs)
@@ -68,13 +68,14 @@ def joined(obs):
 
 def init_agent(args, key, env):
     """Parameters of the networks, and the statistics."""
-    obs_size = gymnasium.spaces.flatdim(env.observation_space)
-    action_size = math.prod(env.action_space.shape)
+    obs = jax.tree.map(lambda x: np.asarray(x)[None], env.observation_space.sample())
+    obs_size, discrete = joined(obs).shape[1], hasattr(env.action_space, "n")
+    action_size = int(env.action_space.n) if discrete else math.prod(env.action_space.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
         "actor": init_mlp(actor_key, (obs_size, 64, 64, action_size), head_gain=0.01),
         "critic": init_mlp(critic_key, (obs_size, 64, 64, 1), head_gain=1.0),
-        "log_std": jnp.zeros(action_size),
+        "log_std": None if discrete else jnp.zeros(action_size),
         "obs": {"count": jnp.zeros(()), "mean": jnp.zeros(obs_size), "var": jnp.ones(obs_size)},
         "returns": {"count": jnp.zeros(()), "mean": jnp.zeros(()), "var": jnp.ones(())},
     }
@@ -85,9 +86,10 @@ def forward(args, params, obs):
     seen = jax.lax.stop_gradient(params["obs"])
     x = (obs - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-8)
     x = jnp.clip(x, -10.0, 10.0).T  # [O, M], see `mlp`
-    mean = mlp(params["actor"], x).T  # [M, A]
-    log_std = jnp.broadcast_to(params["log_std"], mean.shape)
-    return Gaussian(mean=mean, log_std=log_std), mlp(params["critic"], x)[0]
+    head, value = mlp(params["actor"], x).T, mlp(params["critic"], x)[0]  # [M, A], [M]
+    if params["log_std"] is None:
+        return ppo.Categorical(logits=head), value
+    return Gaussian(mean=head, log_std=jnp.broadcast_to(params["log_std"], head.shape)), value
 
 
 def updated(old, x, valid):
@@ -130,15 +132,15 @@ def learn(args, state, trajectory):
     return state._replace(params=state.params | statistics), metrics
 
 
-def main(words=None):
-    """Atari's `main` with this world and agent."""
-    ppo.Args, ppo.make_env = Args, ContinuousControl
-    ppo.init_agent, ppo.forward, ppo.learn = init_agent, forward, learn
-    ppo.main(words)
+def main(words=None, args=Args, world=Vectors, agent=(init_agent, forward, learn)):
+    """Atari's `main` with these parts in the place of its own."""
+    ppo.Args, ppo.make_env = args, world
+    ppo.init_agent, ppo.forward, ppo.learn = agent
+    try:
+        ppo.main(words)
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ppo.Problem as problem:
-        sys.exit(f"error: {problem}")
+    main()

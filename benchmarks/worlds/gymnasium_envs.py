@@ -1,0 +1,85 @@
+"""Gymnasium's environments, and your own in Python, in Atari's script.
+
+    python benchmarks/worlds/gymnasium_envs.py --env-id LunarLander-v3 --seed 2
+    python benchmarks/worlds/gymnasium_envs.py --env-id my_module:Mine-v0
+
+Install Gymnasium with what the environment needs: `pip install "gymnasium[box2d]"`. A class of your
+own, a `gymnasium.Env`, gets in by a name. Its module can be named as above, or
+
+    import gymnasium
+    import gymnasium_envs
+
+    gymnasium.register("Mine-v0", Mine, max_episode_steps=200)
+    gymnasium_envs.main(["--env-id", "Mine-v0"])
+
+The agent, with running statistics of observations and returns, is that of `mujoco_envpool.py`, for
+actions that are discrete or continuous and observations of any spaces, which are joined.
+"""
+
+import dataclasses
+import functools
+
+import gymnasium
+import jax
+import mujoco_envpool as control
+import numpy as np
+from jax.experimental import io_callback
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(control.Args):
+    """PPO on Gymnasium's environments."""
+
+    env_id: str = "LunarLander-v3"
+    """environment, as it is registered; module:name imports the module first"""
+    exp_name: str = "gymnasium_envs"
+    num_envs: int = 16
+    num_steps: int = 128
+    gamma: float = 0.999
+
+
+class Pool:
+    """Gymnasium environments with EnvPool's interface. They reset late, as EnvPool's do."""
+
+    def __init__(self, make, seeds):
+        late = gymnasium.vector.AutoresetMode.NEXT_STEP
+        self.envs = gymnasium.vector.SyncVectorEnv([make] * len(seeds), autoreset_mode=late)
+        self.seeds = seeds.tolist()
+
+    def reset(self):
+        return jax.tree.map(np.float32, self.envs.reset(seed=self.seeds)[0]), {}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = self.envs.step(np.asarray(action))
+        return jax.tree.map(np.float32, obs), np.float32(reward), terminated, truncated, {}
+
+    def xla(self):
+        reward = np.zeros(len(self.seeds), np.float32)
+        like = jax.eval_shape(lambda: (self.reset()[0], reward, reward > 0, reward > 0, {}))
+        step = functools.partial(io_callback, self.step, like, ordered=True)
+        return (), None, None, lambda handle, action: (handle, step(action))
+
+
+class Gymnasium(control.Vectors):
+    """The environments that are registered under a name."""
+
+    video_options = {"render_mode": "rgb_array"}
+
+    def __init__(self, args):
+        self.make = functools.partial(gymnasium.make, args.env_id)
+        try:
+            env = self.make()
+        except gymnasium.error.Error as error:
+            raise control.ppo.Problem(f"--env-id {args.env_id}: {error}") from error
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        if "rgb_array" in env.metadata["render_modes"]:
+            self.render = lambda pool, obs: pool.envs.envs[0].render()
+
+    def make_pool(self, seeds, evaluation=False, **options):
+        return Pool(functools.partial(self.make, **options), seeds)
+
+
+main = functools.partial(control.main, args=Args, world=Gymnasium)
+
+if __name__ == "__main__":
+    main()
