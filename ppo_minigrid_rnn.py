@@ -251,7 +251,7 @@ class Args:
 # which says what it needs, and the Catalogue but for the last lines, which call `main`. What is
 # MiniGrid's elsewhere: the environment's flags and `full_id` in `Args`; from CODE_LAYERS to
 # `Encoder` and the body of `encode`, without GRU_GAIN, `orthogonal` and `Dense`; the end of
-# `check_args`; `print_envs`; in `main` `list_envs` and `check_walls`.
+# `check_args`; `print_envs`; in `main` `list_envs`.
 
 # --- Cells and words ---
 
@@ -440,7 +440,10 @@ class GridState(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What a generator of levels returns."""
+    """What a generator of levels returns.
+
+    Walls must enclose all that the agent can reach: nothing else keeps it inside the grid.
+    """
 
     grid: jax.Array  # [G] uint8
     position: jax.Array  # the agent's cell
@@ -736,30 +739,6 @@ def num_uniforms(env):
         return numbers[: draw.count]
 
     return jax.eval_shape(used, jax.ShapeDtypeStruct((2**16,), jnp.float32)).size
-
-
-def check_walls(env, state):
-    """Raises ValueError where the agent of a `MiniGrid` could leave the grid, which `step` lets it.
-
-    In each of the start states of a run, everything that it reaches without going through walls and
-    shut doors must lie inside the grid.
-    """
-    if isinstance(env, Trials):
-        env, state = env.env, state.env_state
-    if not isinstance(env, MiniGrid):
-        return
-    # Of several devices the first one's environments are looked at.
-    grid, position = (np.asarray(x.addressable_data(0)) for x in (state.grid, state.position))
-    grid, position = grid.reshape(-1, env.width * env.height), position.reshape(-1)
-    is_open = ~np.isin(kind_of(grid), (WALL, DOOR_CLOSED, DOOR_LOCKED))
-    x, y = coordinates(env)
-    is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
-    reached = np.arange(grid.shape[1]) == position[:, None]
-    for _ in range(grid.shape[1]):  # no way is longer
-        if (reached & is_border).any():
-            raise ValueError(f"{env.env_id}: a level has no walls around it")
-        sides = [np.roll(reached, step, axis=1) for step in (1, -1, env.width, -env.width)]
-        reached = reached | (np.any(sides, axis=0) & is_open)
 
 
 class TrialState(NamedTuple):
@@ -2498,7 +2477,6 @@ def main(words=None):
         start_tracking(args, run_dir)
     if not begun:  # computed where its input is
         state = init(jax.device_put(numbers, start_device()))
-        check_walls(make_env(args), state.env_state)
     state = jax.device_put(state, placed)
     if jax.process_index() > 0:
         scratch = tempfile.TemporaryDirectory()
