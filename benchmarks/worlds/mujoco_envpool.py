@@ -68,7 +68,7 @@ def joined(obs):
 
 def init_agent(args, key, env):
     """Parameters of the networks, and the statistics."""
-    obs = jax.tree.map(lambda x: np.asarray(x)[None], env.observation_space.sample())
+    obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
     obs_size, discrete = joined(obs).shape[1], hasattr(env.action_space, "n")
     action_size = int(env.action_space.n) if discrete else math.prod(env.action_space.shape)
     actor_key, critic_key = jax.random.split(key)

@@ -47,7 +47,13 @@ class Procgen(ppo.World):
         return obs[0].transpose(1, 2, 0)
 
 
-if __name__ == "__main__":
+def main(words=None):
+    """Atari's `main` with this world and Atari's agent."""
     layers = ((32, 4, 4), (64, 4, 2), (64, 3, 1))  # features, size of the kernel, stride
     ppo.NatureCNN = functools.partial(ppo.NatureCNN, layers=layers)
-    mujoco_envpool.main(args=Args, world=Procgen, agent=(ppo.init_agent, ppo.forward, ppo.learn))
+    agent = ppo.init_agent, ppo.forward, ppo.learn
+    mujoco_envpool.main(words, Args, Procgen, agent)
+
+
+if __name__ == "__main__":
+    main()
