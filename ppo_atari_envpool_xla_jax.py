@@ -13,10 +13,12 @@
     python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluate a run, record a video
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
-environments x 128 steps, four passes over each batch. A step is one decision of the agent, four
-frames of the console. One pass learns less from a step, but takes less than half of the time: with
-`--update-epochs 1 --num-minibatches 16 --total-timesteps 5e6`, Breakout reached a return of 248 in
-4.4 hours on one CPU core, Pong 17 in 2.1. Pong reached 20 in 2.6 hours on two cores by
+environments x 128 steps, four passes over each batch. (Values are not clipped there either,
+whatever the flag says. Steps that only reset are learned from, and the time limit is an end.) A
+step is one decision of the agent, four frames of the console. One pass learns less from a step, but
+takes less than half of the time: with `--update-epochs 1 --num-minibatches 16 --total-timesteps
+5e6`, Breakout reached a return of 248 in 4.4 hours on one CPU core, Pong 17 in 2.1. Pong reached 20
+in 2.6 hours on two cores by
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
@@ -35,7 +37,8 @@ discounted sum of rewards to expect from a state. PPO (https://arxiv.org/abs/170
 The loss stops each sample from pushing the policy far from the one that played it, so that the same
 samples serve for many steps. One pool of emulators plays for all agents: `rollout` and `update` are
 of K agents. `learn`, all after the rollout, is of one agent and pure. All above the banner
-"Running" is reinforcement learning; what is below runs it.
+"Running" is reinforcement learning; what is below runs it. (Of that it uses `over_seeds`, one agent
+after the other or all at once, `program`, a jit, `evaluation_keys`, and `Problem`.)
 
 The class `Atari` and the network are all that is Atari's. EnvPool's other families and environments
 in Python, such as Gymnasium's, take their place: see `World`.
@@ -139,6 +142,10 @@ class Args:
     """all 18 actions of the console instead of those that the game uses"""
     num_envs: int = 8
     """parallel environments of each agent"""
+
+    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
+    # parts of the program. The number of steps is a float for this, and to be written 1e6.
 
     # Algorithm
     total_timesteps: float = 10_000_000.0
@@ -767,12 +774,13 @@ def ppo_loss(args, params, batch):
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
     mean of `clipped_objective`. The value loss is half the mean squared distance to the target,
     advantage + old value. With `clip_vloss` the larger of two errors counts, that of the value and
-    that of the value held within clip_coef of the old one. Once a value has moved further than that
-    towards its target, the second one is larger and has no gradient. That slows the critic wherever
-    values are large. The entropy bonus keeps the policy from becoming certain too early.
+    that of the value held within clip_coef of the old one: a value that has moved further than that
+    towards its target has no gradient, unless far past it. That slows the critic wherever values
+    are large, so it is off by default. The entropy bonus keeps the policy from becoming certain
+    before it has tried all actions.
 
-    Healthy: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy that falls slowly from
-    log(num_actions), explained_variance that rises towards 1.
+    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
+    that falls slowly from log(num_actions), explained_variance that rises towards 1.
     """
     dist, value = forward(args, params, batch.obs)
     mean = functools.partial(valid_mean, valid=batch.valid)
@@ -817,9 +825,9 @@ def reduce_metrics(metrics):
 def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
-    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
-    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
-    few bits some orders would come up too often.
+    A sort takes longer than a small network's gradients. Where n is a power of two there is a
+    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
+    halves. With few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -1498,7 +1506,7 @@ def main(words=None):
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it is closed
     args = parse_args(words)
     use_compilation_cache()
-    with problems(f"JAX_PLATFORMS={jax.config.jax_platforms}", AssertionError, RuntimeError):
+    with problems(f"no JAX platform {jax.config.jax_platforms}", AssertionError, RuntimeError):
         jax.devices()
     if args.eval is not None:
         return evaluate_run(args)
@@ -1548,6 +1556,7 @@ def main(words=None):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     run_update = traced.lower().compile()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
+    # All that comes before training, but for imports.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
@@ -1604,7 +1613,7 @@ def main(words=None):
         "sps": logger.sps,
         "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        "wall_seconds": time.time() - begin,
+        "wall_seconds": time.time() - begin,  # all but imports and the last video
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }

@@ -12,11 +12,11 @@
     python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluate a saved run, record a video
 
 With its default flags every one of 30 seeds reaches a return of 500, the maximum, in each of 100
-greedy episodes. The hyper-parameters of CleanRL and PureJaxRL, but for more environments (theirs
-have 4), a constant learning rate and Adam's epsilon:
+greedy episodes. The hyper-parameters of CleanRL's and PureJaxRL's ppo.py (to both an episode at
+its time limit has no future, and CleanRL's looks at `target_kl` once an epoch):
 
-    python ppo_cartpole_jax.py --num-steps 128 --learning-rate 2.5e-4 --no-anneal-lr --gamma 0.99 \
-        --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01 --adam-eps 1e-8
+    python ppo_cartpole_jax.py --num-envs 4 --num-steps 128 --learning-rate 2.5e-4 --gamma 0.99 \
+        --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01
 
 An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
 step t on (logs show the plain sum of an episode). One network, the actor, is the policy; another,
@@ -122,6 +122,10 @@ class Args:
     """whether positions advance with the velocities before or after the step"""
     num_envs: int = 64
     """parallel environments of each agent"""
+
+    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
+    # parts of the program. The number of steps is a float for this, and to be written 1e6.
 
     # Algorithm
     total_timesteps: float = 500_000.0
@@ -758,6 +762,7 @@ def ppo_loss(args, params, batch):
         # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
+        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
 
@@ -773,9 +778,9 @@ def reduce_metrics(metrics):
 def loss_gradient(args, params, batch):
     """(gradients of `ppo_loss`, metrics); on a CPU large minibatches go in blocks of 4,096 samples.
 
-    The activations of a block stay in the processor's cache: 1.6 times as fast with 1,024
-    environments and 128 steps. As the loss is a mean over samples, the mean of the blocks'
-    gradients is that of the minibatch; what is not such a mean belongs into `minibatch_step`.
+    The activations of a block stay in the processor's cache. As the loss is a mean over samples,
+    the mean of the blocks' gradients is that of the minibatch; what is not such a mean belongs into
+    `minibatch_step`.
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     size, block = len(batch.log_prob), 4096
@@ -789,9 +794,9 @@ def loss_gradient(args, params, batch):
 def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
-    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
-    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
-    few bits some orders would come up too often.
+    A sort takes longer than a small network's gradients. Where n is a power of two there is a
+    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
+    halves. With few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -917,8 +922,9 @@ def update(args, state):
 def train(args, key):
     """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
 
-    A pure function of a key and of every float in `args` but the length, so these can be swept in
-    one program:
+    For programs of your own: `main` calls `update`, to log and save in between. It is a pure
+    function of a key and of every float in `args` but the length, so these can be swept in one
+    program:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -1453,7 +1459,7 @@ def main(words=None):
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it is closed
     args = parse_args(words)
     use_compilation_cache()
-    with problems(f"JAX_PLATFORMS={jax.config.jax_platforms}", AssertionError, RuntimeError):
+    with problems(f"no JAX platform {jax.config.jax_platforms}", AssertionError, RuntimeError):
         jax.devices()
     if args.eval is not None:
         return evaluate_run(args)
@@ -1494,6 +1500,7 @@ def main(words=None):
                 run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
         else:  # the evaluation, should it ever come, when it is called
             run_update = traced[0].lower().compile()
+    # All that comes before training, but for imports.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
@@ -1545,7 +1552,7 @@ def main(words=None):
         "sps": logger.sps,
         "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        "wall_seconds": time.time() - begin,
+        "wall_seconds": time.time() - begin,  # all but imports and the last video
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }

@@ -34,14 +34,15 @@ Levels that are met four times in a row, to be remembered:
 
     python ppo_minigrid_rnn.py --env-id FourRooms --episodes-per-trial 4 --total-timesteps 5e6
 
-The reference setting, for comparisons:
+The setting of XLand-MiniGrid's recurrent PPO, for comparisons:
 
     python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 \
         --num-steps 16 --update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 \
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256
 
-(But for one thing: the reference agent keeps its recurrent state even where a new level begins.)
+(There the agent sees codes as numbers and no direction, keeps its recurrent state where a new level
+begins, takes the time limit for an end, and starts with weights of other gains.)
 
 The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
 function collapse: same ids, encoding, rules, missions and distributions of levels.
@@ -55,11 +56,12 @@ action is: better actions become likelier, worse ones rarer. PPO (https://arxiv.
 takes many such steps on the same samples; a sample stops pushing once it has made its own action
 likelier or rarer by a given factor. It repeats one `update`:
 
-    1. rollout        T steps in N environments with the current policy           T * N samples
-    2. compute_gae    how much better than expected did each action turn out? advantages A
-    3. update_epochs  several passes over the samples in shuffled minibatches:
-         ppo_loss          make better actions likelier; fit the critic       its gradient
-         optimizer_update  a step against that gradient                       parameters
+    1. rollout            T steps in N environments with the current policy    T * N samples
+    2. trajectory_values  what return did the critic expect from each state?   values V
+    3. compute_gae        how much better than that did each action turn out?  advantages A
+    4. update_epochs      several passes over the samples in shuffled minibatches:
+         ppo_loss           make better actions likelier; fit the critic       its gradient
+         optimizer_update   a step against that gradient                       parameters
 
 Recurrence changes three things. The agent sees a small part of the level and remembers the rest, so
 `forward` takes sequences and a recurrent state. Minibatches are whole environments, [T, M], so that
@@ -193,6 +195,10 @@ class Args:
     """stacked GRUs, L, whose outputs are summed"""
     head_hidden_dim: int = 64
     """units of the hidden layer of actor and critic"""
+
+    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
+    # parts of the program. The number of steps is a float for this, and to be written 1e6.
 
     # Algorithm
     total_timesteps: float = 300_000.0
@@ -1656,6 +1662,7 @@ def ppo_loss(args, params, batch):
         # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
+        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
 
@@ -1671,9 +1678,9 @@ def reduce_metrics(metrics):
 def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
-    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
-    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
-    few bits some orders would come up too often.
+    A sort takes longer than a small network's gradients. Where n is a power of two there is a
+    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
+    halves. With few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -1818,8 +1825,9 @@ def update(args, state):
 def train(args, key):
     """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
 
-    A pure function of a key and of every float in `args` but the length, so these can be swept in
-    one program:
+    For programs of your own: `main` calls `update`, to log and save in between. It is a pure
+    function of a key and of every float in `args` but the length, so these can be swept in one
+    program:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -2445,7 +2453,7 @@ def main(words=None):
         args = join_processes(args)  # before anything else that JAX does
     make_env(args)  # its errors show now
     use_compilation_cache()
-    with problems(f"JAX_PLATFORMS={jax.config.jax_platforms}", AssertionError, RuntimeError):
+    with problems(f"no JAX platform {jax.config.jax_platforms}", AssertionError, RuntimeError):
         jax.devices()
     if args.eval is not None:
         return evaluate_run(args)
@@ -2494,6 +2502,7 @@ def main(words=None):
                 run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
         else:  # the evaluation, should it ever come, when it is called
             run_update = traced[0].lower().compile()
+    # All that comes before training, but for imports.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
@@ -2549,7 +2558,7 @@ def main(words=None):
         "sps": logger.sps,
         "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        "wall_seconds": time.time() - begin,
+        "wall_seconds": time.time() - begin,  # all but imports and the last video
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }

@@ -16,7 +16,9 @@
 With its default flags, in less than half a minute on two CPU cores, the greedy policy swings the
 pole up and balances it from more than 99% of the start states, with each of 30 seeds. Training
 truncates episodes after 100 steps, because new starts teach more than further balancing does.
-Evaluation plays the task's full 500 steps. The reference setting:
+Evaluation plays the task's full 500 steps. The setting of the notebook from which this task is
+(there the time limit never comes, advantages are normalised over the whole batch, the mean has no
+tanh and the logarithm of the deviation is clipped):
 
     python ppo_swingup_jax.py --total-timesteps 1e8 --num-envs 1024 --num-steps 128 \
         --update-epochs 4 --num-minibatches 4 --learning-rate 1e-4 --gae-lambda 0.95 \
@@ -133,6 +135,10 @@ class Args:
     """steps after which training truncates an episode; evaluation plays 500"""
     num_envs: int = 128
     """parallel environments of each agent"""
+
+    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
+    # parts of the program. The number of steps is a float for this, and to be written 1e6.
 
     # Algorithm
     total_timesteps: float | None = None
@@ -895,6 +901,7 @@ def ppo_loss(args, params, batch):
         # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
+        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
         "charts/action_std": dist.std().mean(),
     }
@@ -911,9 +918,9 @@ def reduce_metrics(metrics):
 def loss_gradient(args, params, batch):
     """(gradients of `ppo_loss`, metrics); on a CPU large minibatches go in blocks of 4,096 samples.
 
-    The activations of a block stay in the processor's cache: 1.6 times as fast with 1,024
-    environments and 128 steps. As the loss is a mean over samples, the mean of the blocks'
-    gradients is that of the minibatch; what is not such a mean belongs into `minibatch_step`.
+    The activations of a block stay in the processor's cache. As the loss is a mean over samples,
+    the mean of the blocks' gradients is that of the minibatch; what is not such a mean belongs into
+    `minibatch_step`.
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     size, block = len(batch.log_prob), 4096
@@ -927,9 +934,9 @@ def loss_gradient(args, params, batch):
 def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
 
-    Sorting takes 40% of the time of training CartPole. Where n is a power of two there is a Feistel
-    network: it is a bijection on the bits of the index, whatever function mixes their halves. With
-    few bits some orders would come up too often.
+    A sort takes longer than a small network's gradients. Where n is a power of two there is a
+    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
+    halves. With few bits some orders would come up too often.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -1056,8 +1063,9 @@ def update(args, state):
 def train(args, key):
     """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
 
-    A pure function of a key and of every float in `args` but the length, so these can be swept in
-    one program:
+    For programs of your own: `main` calls `update`, to log and save in between. It is a pure
+    function of a key and of every float in `args` but the length, so these can be swept in one
+    program:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -1633,7 +1641,7 @@ def main(words=None):
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it is closed
     args = parse_args(words)
     use_compilation_cache()
-    with problems(f"JAX_PLATFORMS={jax.config.jax_platforms}", AssertionError, RuntimeError):
+    with problems(f"no JAX platform {jax.config.jax_platforms}", AssertionError, RuntimeError):
         jax.devices()
     if args.eval is not None:
         return evaluate_run(args)
@@ -1674,6 +1682,7 @@ def main(words=None):
                 run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
         else:  # the evaluation, should it ever come, when it is called
             run_update = traced[0].lower().compile()
+    # All that comes before training, but for imports.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
@@ -1725,7 +1734,7 @@ def main(words=None):
         "sps": logger.sps,
         "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        "wall_seconds": time.time() - begin,
+        "wall_seconds": time.time() - begin,  # all but imports and the last video
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }

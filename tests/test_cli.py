@@ -180,7 +180,7 @@ def test_what_the_machine_refuses(script, tmp_path):
     limit += f"runpy.run_path('{script.__name__}.py', run_name='__main__')"
     options = QUICK[script.__name__] | dict(total_timesteps=128)
     cases = {
-        "JAX_PLATFORMS=cuda": dict(env={"JAX_PLATFORMS": "cuda"}),
+        "no JAX platform cuda": dict(env={"JAX_PLATFORMS": "cuda"}),
         "Out of memory": dict(code=limit, eval_episodes=10**8),
     }
     for text, case in cases.items():
