@@ -54,7 +54,7 @@ import shlex
 import signal
 import sys
 import time
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +115,8 @@ class Args:
     """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
-    env_id: Literal["CartPole-v1"] = "CartPole-v1"
-    """the only environment of this script; see make_env"""
+    env_id: str = "CartPole-v1"
+    """environment, as make_env names it"""
     kinematics_integrator: Literal["euler", "semi-implicit"] = "euler"
     """whether positions advance with the velocities before or after the step"""
     num_envs: int = 64
@@ -197,8 +197,11 @@ class CartPole:
 
     An environment of your own needs the same: `reset`, `step`, `observe`, `num_actions`,
     `max_episode_steps` and, for videos, `render`. States are trees of arrays, `terminated` is a
-    bool. Neither time limit nor reset belong inside: `rollout` takes care of both. What a method
-    `metrics(state)` -> {name: []} says of the state after each step is logged as env/<name>.
+    bool. Neither time limit nor reset belong inside: `rollout` takes care of both. If a reset takes
+    long, give it `starts_per_update`, see `rollout`. What a method `metrics(state)` -> {name: []}
+    says of the state after each step is logged as env/<name>. All of it is traced and compiled, so
+    an environment written in Python, as Gymnasium's are, belongs into ppo_atari_envpool_xla_jax.py,
+    whose environments step outside of the program.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -275,7 +278,9 @@ class CartPole:
 
 
 def make_env(args):
-    """The environment; the only place that names it."""
+    """The environment; the only place that names it. Raises `Problem` for an unknown id."""
+    if args.env_id != "CartPole-v1":
+        raise Problem(f"--env-id {args.env_id}: start it by the program that brings it")
     return CartPole(kinematics_integrator=args.kinematics_integrator)
 
 
@@ -338,8 +343,9 @@ def init_mlp(key, sizes, head_gain):
     where learning begins: 0.01 gives nearly the same policy in all states.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    # One draw for all layers.
-    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)), jnp.float32)
+    # One draw for all layers, as large as the largest.
+    shape = len(gains), max(sizes[1:]), max(sizes[:-1])
+    noise = jax.random.normal(key, shape, jnp.float32)
     return [
         {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros_like(x[:fan_out, :1])}
         for gain, x, fan_in, fan_out in zip(gains, noise, sizes, sizes[1:])
@@ -364,6 +370,8 @@ def init_agent(args, key, env):
     features of the policy.
     """
     obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)  # its shape; runs nothing
+    if not hasattr(obs, "shape"):
+        raise TypeError("observations of several arrays need your own init_agent and forward")
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -521,6 +529,20 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
+def check_same_form(start, later):
+    """Raises TypeError where a state after a step has other arrays than a start state."""
+
+    def form(state):  # {name: type and shape} of its arrays
+        leaves = jax.tree.leaves_with_path(state)
+        return {jax.tree_util.keystr(path): f"{x.dtype} {x.shape}" for path, x in leaves}
+
+    old, new = form(start), form(later)
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            sides = f"{old.get(name)} after `reset`, {new.get(name)} after `step`"
+            raise TypeError(f"state{name} must keep its type and shape [N, ...]: {sides}")
+
+
 def env_metrics(env, states):
     """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
     return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
@@ -539,16 +561,22 @@ def rollout(args, env, params, env_state, stats, key):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
+
+    Start states are drawn beforehand: one large batch is faster than T small ones. There is one for
+    every step of every environment, and most are never used. Where that takes too long, an
+    environment has a pool of `starts_per_update` start states. Each episode that begins takes the
+    next one; where more begin than there are, they come again within the rollout.
     """
     # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
-    step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :]
-    # A start state for every step, most unused: one large batch is faster than T small ones.
-    start_states = jax.vmap(jax.vmap(env.reset))(reset_keys)
+    step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :].ravel()
+    pool_size = getattr(env, "starts_per_update", None)
+    reset_keys = reset_keys[:pool_size]
+    start_states = jax.vmap(env.reset)(reset_keys)  # [P]
 
     def env_step(carry, inputs):
-        env_state, stats = carry
-        action_key, step_keys, start_state = inputs
+        env_state, stats, num_taken = carry
+        action_key, step_keys = inputs
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
@@ -559,6 +587,7 @@ def rollout(args, env, params, env_state, stats, key):
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
         check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
         check_one_each(args.num_envs, reward=reward, terminated=terminated)
+        check_same_form(env_state, next_state)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -572,13 +601,16 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Then begin a new one ---
+        takes = jnp.ones_like(done) if pool_size is None else done
+        place = (num_taken + jnp.cumsum(takes) - 1) % len(reset_keys)
+        start_state = jax.tree.map(lambda x: x[place], start_states)
         env_state = select(done, start_state, next_state)
-        return (env_state, restart_ended(done, stats)), transition
+        num_taken += takes.sum(dtype=jnp.int32)
+        return (env_state, restart_ended(done, stats), num_taken), transition
 
-    inputs = keys[:, 0], step_keys, start_states
-    (env_state, stats), trajectory = jax.lax.scan(
-        env_step, (env_state, stats), inputs, unroll=gpu_unroll(4)
-    )
+    carry, inputs = (env_state, stats, jnp.int32(0)), (keys[:, 0], step_keys)
+    carry, trajectory = jax.lax.scan(env_step, carry, inputs, unroll=gpu_unroll(4))
+    env_state, stats, _ = carry
     return env_state, stats, trajectory
 
 
@@ -905,13 +937,16 @@ def train(args, key):
 # ==================================================================================================
 
 
+VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
+
+
 class Evaluation(NamedTuple):
     """Episodes in fresh environments, and what it takes to draw the first one."""
 
     episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
-    states: CartPoleState  # of [L + 1], of the first episode; after its end its last one repeats
+    states: Any  # of [S + 1], of the first episode; what comes after its end means nothing
 
 
 def evaluate(args, params, key):
@@ -922,32 +957,34 @@ def evaluate(args, params, key):
     env = make_env(args)
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
+    step_keys = jax.random.split(step_key, env.max_episode_steps)
 
-    def env_step(carry, key):
-        state, playing = carry
+    def is_playing(carry):
+        t, playing, _, _, _ = carry
+        return (t < env.max_episode_steps) & playing.any()
+
+    def env_step(carry):
+        t, playing, state, sums, states = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(key, args.eval_episodes + 1)
+        keys = jax.random.split(step_keys[t], args.eval_episodes + 1)
         action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
-        next_state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
-        state = select(playing, next_state, state)
-        first_state = jax.tree.map(lambda x: x[0], state)
-        seen = reward, playing, env_metrics(env, next_state), first_state
-        return (state, playing & ~terminated), seen
+        state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
+        seen = reward, playing, env_metrics(env, state)
+        add = lambda total, x: (total + jnp.where(playing, x, 0)).astype(total.dtype)
+        sums = jax.tree.map(add, sums, seen)
+        states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[0]), states, state)
+        return t + 1, playing & ~terminated, state, sums, states
 
-    carry = start_state, jnp.ones(args.eval_episodes, bool)
-    keys = jax.random.split(step_key, env.max_episode_steps)
-    _, (reward, playing, info, first_states) = jax.lax.scan(env_step, carry, keys)
-    states = jax.tree.map(
-        lambda start, later: jnp.concatenate([start[:1], later]), start_state, first_states
-    )
-    total = lambda x: jnp.where(playing, x, 0).sum(0)  # over the steps of each episode
+    nothing = jnp.zeros(args.eval_episodes, jnp.float32)
+    info = dict.fromkeys(env_metrics(env, start_state), nothing)
+    steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
+    states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
+    sums = nothing, nothing.astype(jnp.int32), info
+    carry = jnp.int32(0), jnp.ones(args.eval_episodes, bool), start_state, sums, states
+    # Good or bad, most policies need less than the time limit: it ends with the last episode.
+    _, _, _, (returns, lengths, info), states = jax.lax.while_loop(is_playing, env_step, carry)
     healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
-    return Evaluation(
-        episode_return=jnp.where(healthy, total(reward), jnp.nan),
-        episode_length=playing.sum(0),
-        info=jax.tree.map(total, info),
-        states=states,
-    )
+    return Evaluation(jnp.where(healthy, returns, jnp.nan), lengths, info=info, states=states)
 
 
 def record_video(args, evaluation, path):
@@ -955,7 +992,8 @@ def record_video(args, evaluation, path):
     env = make_env(args)
     states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
     frames = []
-    for t in range(0, int(evaluation.episode_length[0, 0]) + 1, 2):  # 25 a second: real time
+    last = min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS)
+    for t in range(0, last + 1, 2):  # 25 a second: real time
         state = jax.tree.map(operator.itemgetter(t), states)
         frames.append(Image.fromarray(env.render(state)).quantize(16))
     path = path.with_suffix(".gif")

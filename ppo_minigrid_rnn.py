@@ -858,30 +858,25 @@ class Trials:
 
 
 def full_id(text):
-    """The whole id of an environment, of which "MiniGrid-" and the version may be left out.
+    """The whole id of a MiniGrid, of which "MiniGrid-" and the version may be left out.
 
-    Without a version it is Farama's newest one. Those of XLand-MiniGrid are whole.
+    Without a version it is Farama's newest one. Where Farama has one version only, -v1 means that
+    one: who asks for the newest gets it. Other ids, as those of XLand-MiniGrid, stay as they are.
     """
-    if text.startswith(XLAND):
-        return text
     name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
-    if name.endswith(("-v0", "-v1")):
-        return name
-    return f"{name}-v1" if f"{name}-v1" in ENVIRONMENTS else f"{name}-v0"
+    for known in (name, f"{name}-v1", f"{name}-v0", name.removesuffix("-v1") + "-v0"):
+        if known in ENVIRONMENTS:
+            return known
+    return text
 
 
 def find_env(env_id):
-    """The `MiniGrid` of an id; `Problem` with the nearest ids where there is none.
-
-    Where Farama has one version only, -v1 means that one: who asks for the newest gets it.
-    """
-    name = full_id(env_id)
-    for known in (name, name.removesuffix("-v1") + "-v0"):
-        if known in ENVIRONMENTS:
-            return ENVIRONMENTS[known]
-    nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=3, cutoff=0)
+    """The `MiniGrid` of an id; `Problem` with the nearest ids where there is none."""
+    if full_id(env_id) in ENVIRONMENTS:
+        return ENVIRONMENTS[full_id(env_id)]
+    nearest = difflib.get_close_matches(f"MiniGrid-{env_id}", ENVIRONMENTS, n=3, cutoff=0)
     message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-    raise Problem(f"{message} (--list-envs lists all)")
+    raise Problem(f"{message} (--list-envs lists all); your own: see `make_env`")
 
 
 def make_env(args):
@@ -891,9 +886,10 @@ def make_env(args):
     `max_episode_steps` and, for videos, `render(state)` -> uint8 [rows, columns, 3]. States and
     observations may be any trees of arrays (observations of `Trials` are dicts): what the agent
     makes of the latter is written in `encode`. `terminated` is a bool. Neither time limit nor reset
-    belong inside: `rollout` takes care of both. What a method `metrics(state)` -> {name: []} says
-    of the state after each step is logged as env/<name>. eval_success_rate is the share of
-    episodes with a positive return. README has an example.
+    belong inside: `rollout` takes care of both. If a reset takes long on an accelerator, give it
+    `starts_per_update`, see `rollout`. What a method `metrics(state)` -> {name: []} says of the
+    state after each step is logged as env/<name>. eval_success_rate is the share of episodes with a
+    positive return. README has an example.
     """
     if args.env_id.startswith(XLAND):
         env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
@@ -1114,6 +1110,8 @@ def encode(args, env, obs):
     environments stand before the steps: as the major part of one long axis they can stay spread
     over devices.
     """
+    if not hasattr(env, "code_sizes"):
+        raise TypeError("observations that are not MiniGrid's need your own encode")
     encoder = Encoder(args.img_obs, env.code_sizes, name="encoder")
     features = [encoder(obs["image"]), jax.nn.one_hot(obs["direction"].T, 4, axis=0)]
     if args.episodes_per_trial > 1:
@@ -1422,6 +1420,20 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
+def check_same_form(start, later):
+    """Raises TypeError where a state after a step has other arrays than a start state."""
+
+    def form(state):  # {name: type and shape} of its arrays
+        leaves = jax.tree.leaves_with_path(state)
+        return {jax.tree_util.keystr(path): f"{x.dtype} {x.shape}" for path, x in leaves}
+
+    old, new = form(start), form(later)
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            sides = f"{old.get(name)} after `reset`, {new.get(name)} after `step`"
+            raise TypeError(f"state{name} must keep its type and shape [N, ...]: {sides}")
+
+
 def env_metrics(env, states):
     """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
     return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
@@ -1448,14 +1460,19 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
     levels are made when they are needed, in the loop of `reset_ended`. An accelerator would stop at
     every step to ask whether that loop goes on. So there a level is made for every step of every
     environment beforehand, all at once or, where they are many, step by step; the same levels, of
-    which most are never used.
+    which most are never used. An environment with `starts_per_update` has a pool of so many levels
+    on every platform. Each episode that begins takes the next one; where more begin than there are,
+    they come again within the rollout.
     """
     # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
     keys = jax.random.split(key, (args.num_steps, 2 + args.num_envs))
     action_keys, reset_keys, step_keys = keys[:, 0], keys[:, 1], keys[:, 2:]
-    on_cpu = jax.default_backend() == "cpu"
-    levels = None
-    if not on_cpu:
+    pool_size = getattr(env, "starts_per_update", None)
+    when_needed = pool_size is None and jax.default_backend() == "cpu"
+    levels = pool = None
+    if pool_size is not None:
+        pool = jax.vmap(env.reset)(level_keys(reset_keys[0], jnp.arange(pool_size)))
+    elif not when_needed:
 
         def levels_of_step(key):
             return jax.vmap(env.reset)(level_keys(key, jnp.arange(args.num_envs)))
@@ -1468,7 +1485,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
     window = jnp.arange(args.num_steps) // truncation_window(args, env)
 
     def env_step(carry, inputs_of_step):
-        env_state, agent_state, stats, truncated_state = carry
+        env_state, agent_state, stats, truncated_state, num_taken = carry
         action_key, step_keys, reset_key, levels, window = inputs_of_step
 
         # --- Act ---
@@ -1479,6 +1496,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
         next_env_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
         check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
         check_one_each(args.num_envs, reward=reward, terminated=terminated)
+        check_same_form(env_state, next_env_state)
         next_agent_state = agent_state_after(rnn_state, action, reward)
 
         # --- Has the episode ended? ---
@@ -1498,22 +1516,25 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
         )
 
         # --- Then begin a new one ---
-        if on_cpu:
+        if when_needed:
             env_state = reset_ended(env, reset_key, done, next_env_state)
         else:
+            if pool is not None:
+                place = (num_taken + jnp.cumsum(done) - 1) % pool_size
+                levels = jax.tree.map(lambda x: x[place], pool)
             env_state = select(done, levels, next_env_state)
         agent_state = next_agent_state._replace(start=done)
-        stats = restart_ended(done, stats)
-        return (env_state, agent_state, stats, truncated_state), transition
+        carry = env_state, agent_state, restart_ended(done, stats), truncated_state
+        return (*carry, num_taken + done.sum(dtype=jnp.int32)), transition
 
     truncated_state = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (num_windows, *x.shape)), (env_state, agent_state)
     )
-    carry = (env_state, agent_state, stats, truncated_state)
+    carry = (env_state, agent_state, stats, truncated_state, jnp.int32(0))
     inputs_of_steps = (action_keys, step_keys, reset_keys, levels, window)
     unroll = gpu_unroll(4)
     carry, trajectory = jax.lax.scan(env_step, carry, inputs_of_steps, unroll=unroll)
-    env_state, agent_state, stats, truncated_state = carry
+    env_state, agent_state, stats, truncated_state, _ = carry
     return env_state, agent_state, stats, trajectory, truncated_state
 
 
@@ -1845,30 +1866,17 @@ def train(args, key):
 # ==================================================================================================
 
 
-class Evaluation(NamedTuple):
-    """Episodes in fresh environments, and what it takes to draw the first one.
+VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
 
-    S is max_episode_steps + 1; states after the end of an episode mean nothing.
-    """
+
+class Evaluation(NamedTuple):
+    """Episodes in fresh environments, and what it takes to draw the first one."""
 
     episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
-    states: Any  # of [S], of the first episode
+    states: Any  # of [S + 1], of the first episode; what comes after its end means nothing
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
-
-
-class EvaluationStep(NamedTuple):
-    """Where an episode of E environments stands after t steps."""
-
-    t: jax.Array  # []
-    running: jax.Array  # [E], episodes that have not ended
-    env_state: Any  # of [E]
-    agent_state: AgentState  # of [E]
-    episode_return: jax.Array  # [E]
-    episode_length: jax.Array  # [E]
-    info: dict  # {name: [E]}, sums over the steps so far
-    states: Any  # of [S], of the first environment so far
 
 
 def evaluate(args, params, key):
@@ -1881,54 +1889,43 @@ def evaluate(args, params, key):
     reset_key, action_key, step_key = jax.random.split(key, 3)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
 
-    def is_running(now):
-        return (now.t < env.max_episode_steps) & now.running.any()
+    def is_playing(carry):
+        t, playing, _, _, _, _ = carry
+        return (t < env.max_episode_steps) & playing.any()
 
-    def env_step(now):
-        inputs = make_inputs(env, now.env_state, now.agent_state)
-        dist, _, rnn_state = forward_step(args, params, inputs, now.agent_state.rnn_state)
+    def env_step(carry):
+        t, playing, env_state, agent_state, sums, states = carry
+        inputs = make_inputs(env, env_state, agent_state)
+        dist, _, rnn_state = forward_step(args, params, inputs, agent_state.rnn_state)
         action = dist.mode()
         if args.eval_mode == "sampled":
-            action = dist.sample(jax.random.fold_in(action_key, now.t))
-        keys = jax.random.split(jax.random.fold_in(step_key, now.t), num_envs)
-        env_state, reward, terminated = jax.vmap(env.step)(keys, now.env_state, action)
-        total = lambda sums, x: sums + jnp.where(now.running, x, 0)  # ended episodes are over
-        return EvaluationStep(
-            t=now.t + 1,
-            running=now.running & ~terminated,
-            env_state=env_state,
-            agent_state=agent_state_after(rnn_state, action, reward),
-            episode_return=total(now.episode_return, reward),
-            episode_length=now.episode_length + now.running,
-            info=jax.tree.map(total, now.info, env_metrics(env, env_state)),
-            states=jax.tree.map(
-                lambda states, x: states.at[now.t + 1].set(x[0]), now.states, env_state
-            ),
-        )
+            action = dist.sample(jax.random.fold_in(action_key, t))
+        keys = jax.random.split(jax.random.fold_in(step_key, t), num_envs)
+        env_state, reward, terminated = jax.vmap(env.step)(keys, env_state, action)
+        agent_state = agent_state_after(rnn_state, action, reward)
+        seen = reward, playing, env_metrics(env, env_state)
+        add = lambda total, x: (total + jnp.where(playing, x, 0)).astype(total.dtype)
+        sums = jax.tree.map(add, sums, seen)
+        states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[0]), states, env_state)
+        return t + 1, playing & ~terminated, env_state, agent_state, sums, states
 
-    def room_for_states(x):  # [E, ...] -> [S, ...]
-        return jnp.broadcast_to(x[0], (env.max_episode_steps + 1, *x.shape[1:]))
-
-    start = EvaluationStep(
-        t=jnp.int32(0),
-        running=jnp.ones(num_envs, bool),
-        env_state=start_state,
-        agent_state=init_agent_state(args, num_envs),
-        episode_return=jnp.zeros(num_envs, jnp.float32),
-        episode_length=jnp.zeros(num_envs, jnp.int32),
-        info={name: jnp.zeros(num_envs, jnp.float32) for name in env_metrics(env, start_state)},
-        states=jax.tree.map(room_for_states, start_state),
-    )
+    playing, nothing = jnp.ones(num_envs, bool), jnp.zeros(num_envs, jnp.float32)
+    info = dict.fromkeys(env_metrics(env, start_state), nothing)
+    sums = nothing, jnp.zeros(num_envs, jnp.int32), info
+    steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
+    states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
+    carry = jnp.int32(0), playing, start_state, init_agent_state(args, num_envs), sums, states
     # Good policies need a fraction of the time limit, so this ends with the last episode.
-    end = jax.lax.while_loop(is_running, env_step, start)
+    carry = jax.lax.while_loop(is_playing, env_step, carry)
+    _, _, env_state, _, (returns, lengths, info), states = carry
     healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
     return Evaluation(
-        episode_return=jnp.where(healthy, end.episode_return, jnp.nan),
-        episode_length=end.episode_length,
-        info=end.info,
-        states=end.states,
+        episode_return=jnp.where(healthy, returns, jnp.nan),
+        episode_length=lengths,
+        info=info,
+        states=states,
         # Steps after the end of a trial belong to none of its episodes.
-        trial_returns=end.env_state.returns if args.episodes_per_trial > 1 else None,
+        trial_returns=env_state.returns if args.episodes_per_trial > 1 else None,
     )
 
 
@@ -1937,7 +1934,7 @@ def record_video(args, evaluation, path):
     env = make_env(args)
     states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
     frames = []
-    for t in range(min(1000, int(evaluation.episode_length[0, 0]) + 1)):
+    for t in range(min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS) + 1):
         image = env.render(jax.tree.map(operator.itemgetter(t), states))
         # A level has some 80 colours at most: each keeps its own.
         frames.append(Image.fromarray(image).quantize(256, Image.Quantize.MAXCOVERAGE))

@@ -60,7 +60,7 @@ import signal
 import sys
 import time
 import warnings
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import imageio.v2 as imageio
 import jax
@@ -122,8 +122,8 @@ class Args:
     """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
-    env_id: Literal["CartPoleSwingUp-v0"] = "CartPoleSwingUp-v0"
-    """the only environment of this script; see make_env"""
+    env_id: str = "CartPoleSwingUp-v0"
+    """environment, as make_env names it"""
     hanging_starts: float = 0.1
     """share of training episodes that begin with the pole hanging; the others begin anywhere"""
     train_start_range: float = 1.5
@@ -225,9 +225,12 @@ class CartPoleSwingUp:
     `max_episode_steps`. States are trees of arrays, `terminated` is a bool. `step` gets the raw
     sample [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. (Unpack it
     there: with another `action_size` an array would be broadcast without a word.) Neither time
-    limit nor reset do: `rollout` takes care of both. It may also have `render` and `tau` for
-    videos, `succeeded` for success rates, and `evaluations` for several kinds of start. What a
+    limit nor reset do: `rollout` takes care of both. If a reset takes long, give it
+    `starts_per_update`, see `rollout`. It may also have `render` and `tau` for videos, `succeeds`
+    and `success_steps` for success rates, and `evaluations` for several kinds of start. What a
     method `metrics(state)` -> {name: []} says of the state after each step is logged as env/<name>.
+    All of it is traced and compiled, so an environment written in Python, as Gymnasium's are,
+    belongs into ppo_atari_envpool_xla_jax.py, whose environments step outside of the program.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -238,6 +241,7 @@ class CartPoleSwingUp:
     tau: float = 0.02  # s per step
     x_limit: float = 2.4  # m
     upright: float = 0.95  # cosine of the angle above which it is nearly upright: 18 degrees
+    success_steps: int = 100  # in which it must be, up to the last one
     action_size: int = 1
     max_episode_steps: int = 500
     hanging: float = 0.0
@@ -329,15 +333,17 @@ class CartPoleSwingUp:
         return jnp.stack([position, velocity, jnp.cos(theta), jnp.sin(theta), theta_dot / 3])
 
     def evaluations(self):
-        """{kind of start: the whole task with it, within 1 m of the centre}."""
+        """{kind of start: the whole task with it, within 1 m of the centre}.
+
+        They differ in `reset` alone.
+        """
         task = dataclasses.replace(self, max_episode_steps=500, start_range=1.0)
         shares = {"random": 0.0, "hanging": 1.0}
         return {kind: dataclasses.replace(task, hanging=share) for kind, share in shares.items()}
 
-    def succeeded(self, states):
-        """Success [] of one episode's states [L + 1], which repeat the last one after its end."""
-        on_track = (jnp.abs(states.x) <= self.x_limit).all()
-        return on_track & (jnp.cos(states.theta[-100:]) > self.upright).all()
+    def succeeds(self, state):
+        """Whether a state [] is one that an episode must hold in its last `success_steps` steps."""
+        return (jnp.abs(state.x) <= self.x_limit) & (jnp.cos(state.theta) > self.upright)
 
     def render(self, state, width=400, height=300):
         """Draws a state to scale on the host; uint8 [height, width, 3]."""
@@ -364,13 +370,15 @@ class CartPoleSwingUp:
 
 
 def make_env(args):
-    """The environment of training; the only place that names it.
+    """The environment of training; the only place that names it. `Problem` for an unknown id.
 
     A limit of 100 steps is right only where `reset` starts all over the state space. Starts at rest
     straight down would be rare, and those at the edge of the task's range are the hardest: so there
     is a share for the first ones, and the range is wider. With `reward_scale` values should stay
     below ten or so: they reach reward_scale * largest reward / (1 - gamma).
     """
+    if args.env_id != "CartPoleSwingUp-v0":
+        raise Problem(f"--env-id {args.env_id}: start it by the program that brings it")
     return CartPoleSwingUp(
         hanging=args.hanging_starts,
         start_range=args.train_start_range,
@@ -454,8 +462,9 @@ def init_mlp(key, sizes, head_gain):
     where learning begins: 0.01 gives nearly the same policy in all states.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    # One draw for all layers.
-    noise = jax.random.normal(key, (len(gains), max(sizes), max(sizes)), jnp.float32)
+    # One draw for all layers, as large as the largest.
+    shape = len(gains), max(sizes[1:]), max(sizes[:-1])
+    noise = jax.random.normal(key, shape, jnp.float32)
     return [
         {"w": gain * orthogonalized(x[:fan_out, :fan_in]), "b": jnp.zeros_like(x[:fan_out, :1])}
         for gain, x, fan_in, fan_out in zip(gains, noise, sizes, sizes[1:])
@@ -480,6 +489,8 @@ def init_agent(args, key, env):
     features of the policy.
     """
     obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)  # its shape; runs nothing
+    if not hasattr(obs, "shape"):
+        raise TypeError("observations of several arrays need your own init_agent and forward")
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -655,6 +666,20 @@ def check_one_each(num_envs, **arrays):
             raise ValueError(f"terminated must be bool, not {array.dtype}")
 
 
+def check_same_form(start, later):
+    """Raises TypeError where a state after a step has other arrays than a start state."""
+
+    def form(state):  # {name: type and shape} of its arrays
+        leaves = jax.tree.leaves_with_path(state)
+        return {jax.tree_util.keystr(path): f"{x.dtype} {x.shape}" for path, x in leaves}
+
+    old, new = form(start), form(later)
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            sides = f"{old.get(name)} after `reset`, {new.get(name)} after `step`"
+            raise TypeError(f"state{name} must keep its type and shape [N, ...]: {sides}")
+
+
 def env_metrics(env, states):
     """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
     return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
@@ -673,16 +698,22 @@ def rollout(args, env, params, env_state, stats, key):
     """Plays T steps in N environments, which begin a new episode where one has ended.
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
+
+    Start states are drawn beforehand: one large batch is faster than T small ones. There is one for
+    every step of every environment, and most are never used. Where that takes too long, an
+    environment has a pool of `starts_per_update` start states. Each episode that begins takes the
+    next one; where more begin than there are, they come again within the rollout.
     """
     # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
-    step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :]
-    # A start state for every step, most unused: one large batch is faster than T small ones.
-    start_states = jax.vmap(jax.vmap(env.reset))(reset_keys)
+    step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :].ravel()
+    pool_size = getattr(env, "starts_per_update", None)
+    reset_keys = reset_keys[:pool_size]
+    start_states = jax.vmap(env.reset)(reset_keys)  # [P]
 
     def env_step(carry, inputs):
-        env_state, stats = carry
-        action_key, step_keys, start_state = inputs
+        env_state, stats, num_taken = carry
+        action_key, step_keys = inputs
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
@@ -693,6 +724,7 @@ def rollout(args, env, params, env_state, stats, key):
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
         check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
         check_one_each(args.num_envs, reward=reward, terminated=terminated)
+        check_same_form(env_state, next_state)
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -706,13 +738,16 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Then begin a new one ---
+        takes = jnp.ones_like(done) if pool_size is None else done
+        place = (num_taken + jnp.cumsum(takes) - 1) % len(reset_keys)
+        start_state = jax.tree.map(lambda x: x[place], start_states)
         env_state = select(done, start_state, next_state)
-        return (env_state, restart_ended(done, stats)), transition
+        num_taken += takes.sum(dtype=jnp.int32)
+        return (env_state, restart_ended(done, stats), num_taken), transition
 
-    inputs = keys[:, 0], step_keys, start_states
-    (env_state, stats), trajectory = jax.lax.scan(
-        env_step, (env_state, stats), inputs, unroll=gpu_unroll(4)
-    )
+    carry, inputs = (env_state, stats, jnp.int32(0)), (keys[:, 0], step_keys)
+    carry, trajectory = jax.lax.scan(env_step, carry, inputs, unroll=gpu_unroll(4))
+    env_state, stats, _ = carry
     return env_state, stats, trajectory
 
 
@@ -1041,8 +1076,11 @@ def train(args, key):
 # ==================================================================================================
 
 
+VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
+
+
 class Evaluation(NamedTuple):
-    """Episodes in fresh environments, and what it takes to draw some of them.
+    """Episodes in fresh environments, and what it takes to draw V of them.
 
     Returns, lengths and `info` are those from the first kind of start.
     """
@@ -1050,60 +1088,69 @@ class Evaluation(NamedTuple):
     episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
-    success: dict  # {kind of start: [E]}; empty if the environment has no `succeeded`
-    panels: list  # (episode length [], states of [L + 1]) of each picture of a video
-
-
-def play_episodes(args, env, params, key):
-    """One episode of one agent in each of E fresh environments.
-
-    Actions are the most likely ones or drawn (`eval_mode`). Returns (returns [E], lengths [E], info
-    {name: [E]}, states of [L + 1, E]); an ended episode repeats its last one.
-    """
-    reset_key, step_key = jax.random.split(key)
-    start_state = jax.vmap(env.reset)(jax.random.split(reset_key, args.eval_episodes))
-
-    def env_step(carry, key):
-        state, playing = carry
-        dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(key, args.eval_episodes + 1)
-        action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
-        next_state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
-        state = select(playing, next_state, state)
-        seen = reward, playing, env_metrics(env, next_state), state
-        return (state, playing & ~terminated), seen
-
-    carry = start_state, jnp.ones(args.eval_episodes, bool)
-    keys = jax.random.split(step_key, env.max_episode_steps)
-    _, (reward, playing, info, states) = jax.lax.scan(env_step, carry, keys)
-    states = jax.tree.map(
-        lambda start, later: jnp.concatenate([start[None], later]), start_state, states
-    )
-    total = lambda x: jnp.where(playing, x, 0).sum(0)  # over the steps of each episode
-    return total(reward), playing.sum(0), jax.tree.map(total, info), states
+    success: dict  # {kind of start: [E]}; empty if the environment has no `succeeds`
+    drawn_length: jax.Array  # [V]
+    states: Any  # of [S + 1, V]; what comes after the end of an episode means nothing
 
 
 def evaluate(args, params, key):
-    """E episodes of one agent from each kind of start: an `Evaluation`.
+    """E episodes of one agent from each kind of start, in fresh environments: an `Evaluation`.
 
-    A video shows the first episode of each kind, and one more of the first kind.
+    Actions are the most likely ones or drawn (`eval_mode`). All kinds are played as one batch. A
+    video shows the first episode of each kind, and one more of the first kind.
     """
     env = make_env(args)
-    envs = env.evaluations() if hasattr(env, "evaluations") else {"default": env}
-    played, success = [], {}
-    for (start, env), start_key in zip(envs.items(), jax.random.split(key, len(envs))):
-        played.append(play_episodes(args, env, params, start_key))
-        if hasattr(env, "succeeded"):
-            success[start] = jax.vmap(env.succeeded, in_axes=1)(played[-1][-1])
+    kinds = env.evaluations() if hasattr(env, "evaluations") else {"default": env}
+    env, num_envs = next(iter(kinds.values())), len(kinds) * args.eval_episodes
+    starts = []
+    for kind, kind_key in zip(kinds.values(), jax.random.split(key, len(kinds))):
+        reset_key, step_key = jax.random.split(kind_key)
+        starts.append(jax.vmap(kind.reset)(jax.random.split(reset_key, args.eval_episodes)))
+    start_state = jax.tree.map(lambda *x: jnp.concatenate(x), *starts)
+    step_keys = jax.random.split(step_key, env.max_episode_steps)
+    drawn = np.array([*range(0, num_envs, args.eval_episodes), args.eval_episodes - 1])
 
-    def panel(played, episode):
-        _, lengths, _, states = played
-        return lengths[episode], jax.tree.map(lambda x: x[:, episode], states)
+    def is_playing(carry):
+        t, playing, _, _, _, _ = carry
+        return (t < env.max_episode_steps) & playing.any()
 
-    returns, lengths, info, _ = played[0]
-    returns = jnp.where(jnp.isfinite(ravel_pytree(params)[0]).all(), returns, jnp.nan)
-    panels = [panel(kind, 0) for kind in played] + [panel(played[0], -1)]
-    return Evaluation(returns, lengths, info=info, success=success, panels=panels)
+    def env_step(carry):
+        t, playing, state, sums, held, states = carry
+        dist, _ = forward(args, params, jax.vmap(env.observe)(state))
+        keys = jax.random.split(step_keys[t], num_envs + 1)
+        action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
+        state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
+        seen = reward, playing, env_metrics(env, state)
+        add = lambda total, x: (total + jnp.where(playing, x, 0)).astype(total.dtype)
+        sums = jax.tree.map(add, sums, seen)
+        if hasattr(env, "succeeds"):  # steps in a row, up to the last one
+            held = jnp.where(playing & jax.vmap(env.succeeds)(state), held + 1, 0)
+        states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[drawn]), states, state)
+        return t + 1, playing & ~terminated, state, sums, held, states
+
+    nothing, count = jnp.zeros(num_envs, jnp.float32), jnp.zeros(num_envs, jnp.int32)
+    sums = nothing, count, dict.fromkeys(env_metrics(env, start_state), nothing)
+    steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
+    states = jax.tree.map(
+        lambda x: jnp.broadcast_to(x[drawn], (steps + 1, len(drawn), *x.shape[1:])), start_state
+    )
+    carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, count, states
+    # Most policies need less than the time limit, so this ends with the last episode.
+    _, _, _, sums, held, states = jax.lax.while_loop(is_playing, env_step, carry)
+    returns, lengths, info = jax.tree.map(lambda x: x[: args.eval_episodes], sums)
+    success = {}
+    if hasattr(env, "succeeds"):
+        held = held.reshape(len(kinds), args.eval_episodes) >= env.success_steps
+        success = dict(zip(kinds, held))
+    healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
+    return Evaluation(
+        episode_return=jnp.where(healthy, returns, jnp.nan),
+        episode_length=lengths,
+        info=info,
+        success=success,
+        drawn_length=sums[1][drawn],
+        states=states,
+    )
 
 
 def record_video(args, evaluation, path):
@@ -1112,16 +1159,18 @@ def record_video(args, evaluation, path):
     In real time; an episode that is over shows its last state.
     """
     env = make_env(args)
-    panels = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.panels))
+    drawn = evaluation.drawn_length, evaluation.states
+    lengths, states = jax.tree.map(lambda x: x[0], jax.device_get(drawn))
     path = path.with_suffix(".mp4")
     with warnings.catch_warnings():
         # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
         warnings.simplefilter("ignore", RuntimeWarning)
         with imageio.get_writer(path, fps=round(1 / env.tau), macro_block_size=2) as writer:
-            for t in range(max(int(length) for length, _ in panels) + 1):
+            for t in range(min(lengths.max(), VIDEO_STEPS) + 1):
                 pictures = []
-                for _, states in panels:
-                    picture = env.render(jax.tree.map(operator.itemgetter(t), states))
+                for v, length in enumerate(lengths):
+                    place = min(t, length), v
+                    picture = env.render(jax.tree.map(operator.itemgetter(place), states))
                     pictures += [picture, np.full_like(picture[:, :20], 255)]  # a white gap
                 writer.append_data(np.hstack(pictures[:-1]))
     if not path.stat().st_size:  # ffmpeg may fail without a word

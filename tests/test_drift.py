@@ -49,6 +49,7 @@ DIFFERENT = {
 # Names in backticks that a script need not have itself.
 ELSEWHERE = {
     "adam_update": "of CartPole and the swing-up, where the others use optax",
+    "starts_per_update": "of environments whose reset takes long",
     "connect_all": "of Farama's MiniGrid",
     "RGBImgPartialObsWrapper": "of Farama's MiniGrid",
     "TimeStep": "of XLand-MiniGrid",

@@ -242,13 +242,18 @@ def test_outputs_of_wrong_shape(script, wrong, monkeypatch):
 
 
 class Wrapped:
-    """An environment of which subclasses change a part."""
+    """An environment of which subclasses change a part; a part of their state is its state."""
 
     def __init__(self, env):
         self.env = env
 
     def __getattr__(self, name):
+        if name in ("evaluations", "succeeds"):  # the swing-up's, of its own states
+            raise AttributeError(name)
         return getattr(self.env, name)
+
+    def observe(self, state):
+        return self.env.observe(state["env"] if isinstance(state, dict) else state)
 
 
 class CountsTerminations(Wrapped):
@@ -269,8 +274,27 @@ class StartsWithWholeNumbers(Wrapped):
         env_state, reward, terminated = self.env.step(key, state["env"], action)
         return {"env": env_state, "half": state["half"] + 0.5}, reward, terminated
 
-    def observe(self, state):
-        return self.env.observe(state["env"])
+
+class Widens(Wrapped):
+    """The same with another shape after a step."""
+
+    def reset(self, key):
+        return {"env": self.env.reset(key), "wide": jnp.zeros(3)}
+
+    def step(self, key, state, action):
+        env_state, reward, terminated = self.env.step(key, state["env"], action)
+        return {"env": env_state, "wide": jnp.zeros(4)}, reward, terminated
+
+
+class AddsField(Wrapped):
+    """The same with something more after a step."""
+
+    def reset(self, key):
+        return {"env": self.env.reset(key)}
+
+    def step(self, key, state, action):
+        env_state, reward, terminated = self.env.step(key, state["env"], action)
+        return {"env": env_state, "more": reward}, reward, terminated
 
 
 @having("train")
@@ -283,14 +307,23 @@ def test_terminated_must_be_bool(script, tmp_path, monkeypatch):
         run_main(script, tmp_path)
 
 
-@having("train", lacking="init_rnn_state")
+@having("train")
 @pytest.mark.quick
-def test_states_keep_their_types(script, monkeypatch):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (StartsWithWholeNumbers, r"'half'.*: int32 \(8,\) after `reset`, float32 \(8,\) after"),
+        (Widens, r"'wide'.*: float32 \(8, 3\) after `reset`, float32 \(8, 4\) after `step`"),
+        (AddsField, r"'more'.*: None after `reset`, float32 \(8,\) after `step`"),
+    ],
+    ids=["type", "shape", "field"],
+)
+def test_states_keep_their_form(script, wrong, message, tmp_path, monkeypatch):
     """The error is there when the program is traced, and names the part of the state."""
     make_env = script.make_env
-    monkeypatch.setattr(script, "make_env", lambda args: StartsWithWholeNumbers(make_env(args)))
-    with pytest.raises(TypeError, match="'half'.* has type int32"):
-        jax.eval_shape(functools.partial(script.train, short_args(script)), jax.random.key(0))
+    monkeypatch.setattr(script, "make_env", lambda args: wrong(make_env(args)))
+    with pytest.raises(TypeError, match=rf"^state\[{message}"):
+        run_main(script, tmp_path)
 
 
 @once("adam_init")
@@ -338,20 +371,12 @@ def test_states_of_any_shape_and_type(script):
 class CountsSteps(Wrapped):
     """It counts the steps of its episodes and reports them."""
 
-    def __getattr__(self, name):
-        if name in ("evaluations", "succeeded"):  # the swing-up's, of states without a count
-            raise AttributeError(name)
-        return super().__getattr__(name)
-
     def reset(self, key):
         return {"env": self.env.reset(key), "steps": jnp.int32(0)}
 
     def step(self, key, state, action):
         env_state, reward, terminated = self.env.step(key, state["env"], action)
         return {"env": env_state, "steps": state["steps"] + 1}, reward, terminated
-
-    def observe(self, state):
-        return self.env.observe(state["env"])
 
     def metrics(self, state):
         return {"steps": state["steps"], "first": state["steps"] == 1}
@@ -394,8 +419,143 @@ def test_environments_that_report_nothing(script):
 
 
 # --------------------------------------------------------------------------------------------------
+# Heavy environments
+# --------------------------------------------------------------------------------------------------
+
+
+class Numbered(Wrapped):
+    """Each start state has a number of its own; episodes end at random."""
+
+    def reset(self, key):
+        return {"env": self.env.reset(key), "number": jax.random.bits(key)}
+
+    def step(self, key, state, action):
+        env_state, reward, _ = self.env.step(key, state["env"], action)
+        return {**state, "env": env_state}, reward, jax.random.bernoulli(key, 0.2)
+
+    def metrics(self, state):
+        return {"number": state["number"]}
+
+
+@having("env_metrics")
+@pytest.mark.quick
+@pytest.mark.parametrize("pool_size", [None, 5, 10_000])
+def test_start_states_of_a_pool(script, pool_size, monkeypatch):
+    """The episodes of a rollout take them one after the other, and then again from the first on."""
+    make_env = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda args: Numbered(make_env(args)))
+    args = quick_args(script, num_steps=16)
+    env = script.make_env(args)
+    if pool_size:
+        env.starts_per_update = pool_size
+    state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+    parts = [getattr(state, name) for name in state._fields if name in PLAYED]
+    results = jax.jit(functools.partial(script.rollout, args, env))(*parts, jax.random.key(1))
+    (trajectory,) = [part for part in results if isinstance(part, script.Transition)]
+    begins = np.asarray(trajectory.terminated | trajectory.truncated)[:-1]
+    taken = np.asarray(trajectory.info["number"])[1:][begins]  # in the order of their steps
+    assert len(taken) > 10
+    if pool_size == 5:
+        np.testing.assert_array_equal(taken, np.resize(taken[:5], len(taken)))
+        assert len(set(taken[:5])) == 5
+    else:
+        assert len(set(taken)) == len(taken)
+
+
+class Heavy(Wrapped):
+    """A state of 30 kB, episodes of three steps where a thousand are allowed."""
+
+    max_episode_steps = 1000
+
+    def reset(self, key):
+        return {"env": self.env.reset(key), "load": jax.random.uniform(key, (7500,)), "t": 0}
+
+    def step(self, key, state, action):
+        env_state, reward, _ = self.env.step(key, state["env"], action)
+        state = {"env": env_state, "load": jnp.sin(state["load"]), "t": state["t"] + 1}
+        jax.debug.callback(lambda: STEPS.append(1))
+        return state, reward, state["t"] >= 3
+
+
+STEPS = []  # that `Heavy` environments have made
+
+
+@having("env_metrics")
+@pytest.mark.quick
+def test_evaluation_of_heavy_states(script, monkeypatch):
+    """1,024 episodes with states of 30 kB: those of the drawn ones are kept, up to the last end."""
+    make_env = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda args: Heavy(make_env(args)))
+    args = quick_args(script, eval_episodes=1024)
+    params = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0)).params
+    evaluate = jax.jit(functools.partial(script.evaluate, args))
+    memory = evaluate.lower(params, jax.random.key(0)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 200e6
+    STEPS.clear()
+    args = dataclasses.replace(args, eval_episodes=2)
+    evaluation = jax.jit(functools.partial(script.evaluate, args))(params, jax.random.key(0))
+    jax.effects_barrier()
+    assert evaluation.episode_length.tolist() == [3, 3] and len(STEPS) == 3
+    # An environment that draws nothing keeps nothing.
+    monkeypatch.delattr(type(make_env(args)), "render")
+    evaluation = jax.eval_shape(
+        lambda params: script.evaluate(args, params, jax.random.key(0)), params
+    )
+    assert evaluation.states["t"].shape[0] == 1
+
+
+@once("init_mlp")
+@pytest.mark.quick
+def test_initialisation_of_a_wide_input(script):
+    """A picture of 64 x 64 x 3: no more numbers are drawn than three layers of 64 x 12,288."""
+    sizes = (64 * 64 * 3, 64, 64, 2)
+    traced = jax.make_jaxpr(lambda key: script.init_mlp(key, sizes, 0.01))(jax.random.key(0))
+    largest = max(var.aval.size for eqn in traced.eqns for var in eqn.outvars)
+    assert largest <= 3 * 64 * sizes[0]
+
+
+# --------------------------------------------------------------------------------------------------
 # Types and shapes
 # --------------------------------------------------------------------------------------------------
+
+
+class SeesTree(Wrapped):
+    """An observation of two arrays; that it is not MiniGrid's shows in what is missing."""
+
+    def __getattr__(self, name):
+        if name == "code_sizes":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def observe(self, state):
+        return {"seen": self.env.observe(state), "mask": jnp.ones(2, bool)}
+
+
+@having("env_metrics")
+@pytest.mark.quick
+def test_observations_that_need_functions_of_their_own(script, tmp_path, monkeypatch):
+    """One sentence names what to write."""
+    make_env = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda args: SeesTree(make_env(args)))
+    message = "observations of several arrays need your own init_agent and forward"
+    if hasattr(script, "encode"):
+        message = "observations that are not MiniGrid's need your own encode"
+    with pytest.raises(TypeError, match=f"^{message}"):
+        run_main(script, tmp_path)
+
+
+@having("env_metrics")
+@pytest.mark.quick
+def test_name_of_an_environment_from_outside(script, tmp_path, monkeypatch):
+    """A run has the name of its environment; who starts it without that is told in one line."""
+    words = quick_words(script, tmp_path, env_id="Mine-v3", total_timesteps=128)
+    with pytest.raises(script.Problem, match="^--env-id Mine-v3: .*"):
+        script.main(words)
+    make_env, args = script.make_env, quick_args(script)
+    monkeypatch.setattr(script, "make_env", lambda _: make_env(args))
+    script.main(words)
+    assert run_of(tmp_path).name.startswith("Mine-v3__")
+    assert json.loads((run_of(tmp_path) / "args.json").read_text())["env_id"] == "Mine-v3"
 
 
 @having("train")

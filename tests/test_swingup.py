@@ -164,18 +164,47 @@ def test_deviation_stays_in_its_limits_and_comes_back(script):
         assert slope == pytest.approx(float(difference), rel=0.02) and slope > 1e-4
 
 
-def test_success(script):
+def test_success(script, monkeypatch):
     """On the track all the time, and upright in each of the last 100 steps."""
-    states = np.zeros((501, 4, 6), np.float32)
+    states = np.zeros((501, 4, 6), np.float32)  # of six episodes
     states[:401, 2] = math.pi  # 401 states hanging, then 100 upright: a success
     states[401, 2, 1] = math.acos(0.94)  # upright for 99 steps only
     states[500, 2, 2] = -math.acos(0.94)  # falls at the end
     states[401:, 2, 3] = 2 * math.pi + math.acos(0.96)  # a whole turn further, and tilted
     states[200, 0, 4] = -2.41  # leaves the track
     states[500:, 0, 5] = 2.41  # leaves it with the last step
-    episodes = script.SwingUpState(*states.swapaxes(0, 1))  # of [501, 6]
-    success = jax.vmap(script.CartPoleSwingUp().succeeded, in_axes=1)(episodes)
-    np.testing.assert_array_equal(success, [True, False, False, True, False, False])
+
+    class Replay:  # whatever the agent does, an episode of the table, drawn at its start
+        action_size, max_episode_steps, success_steps = 1, 500, script.CartPoleSwingUp.success_steps
+
+        def reset(self, key):
+            return {"episode": jax.random.randint(key, (), 0, 6), "t": jnp.int32(0)}
+
+        def step(self, key, state, action):
+            state = state | {"t": state["t"] + 1}
+            return state, jnp.float32(0), jnp.abs(self.replayed(state).x) > 2.4
+
+        def observe(self, state):
+            return jnp.zeros(5)
+
+        def replayed(self, state):
+            x = jnp.asarray(states)[state["t"], :, state["episode"]]
+            return script.SwingUpState(*x)
+
+        def succeeds(self, state):
+            return script.CartPoleSwingUp().succeeds(self.replayed(state))
+
+        def metrics(self, state):
+            return {"episode": state["episode"]}
+
+    monkeypatch.setattr(script, "make_env", lambda args: Replay())
+    args = script.Args(eval_episodes=60)
+    params = script.init_agent(args, jax.random.key(0), Replay())
+    evaluation = jax.jit(functools.partial(script.evaluate, args))(params, jax.random.key(1))
+    episode = np.asarray(evaluation.info["episode"] / evaluation.episode_length, int)
+    assert set(episode) == set(range(6))
+    np.testing.assert_array_equal(evaluation.success["default"], (episode == 0) | (episode == 3))
+    np.testing.assert_array_equal(evaluation.episode_length, np.where(episode == 4, 200, 500))
 
 
 def test_rollout_truncates_and_never_exceeds_the_maximum(script, monkeypatch):
@@ -240,29 +269,35 @@ def test_training_episodes_are_short(script):
     assert np.max(state.stats.last_length) == 10 and metrics["charts/episodic_length"] <= 10
     evaluation = jax.jit(functools.partial(script.evaluate, args))(state.params, jax.random.key(2))
     angles = []
-    for _, states in evaluation.panels:  # a random start, a hanging one, another random one
-        assert states.theta.shape == (501,)
-        angles.append(abs(float(states.theta[0])))
+    assert evaluation.states.theta.shape == (501, 3)
+    for angle in evaluation.states.theta[0]:  # a random start, a hanging one, another random one
+        angles.append(abs(float(angle)))
     assert abs(angles[1] - math.pi) <= 0.05 and angles[0] != angles[2]
     assert evaluation.success.keys() == {"random", "hanging"}
 
 
 @pytest.mark.quick
-def test_drawn_actions_of_an_evaluation(script):
+def test_drawn_actions_of_an_evaluation(script, monkeypatch):
     """An actor that always says 0: the greedy cart stays, the one of drawn actions is pushed about.
 
     After one step its velocities are as NumPy has them for normal pushes, up to the force's limit.
     """
-    args = script.Args(eval_episodes=4000)
-    env = dataclasses.replace(script.make_env(args), max_episode_steps=1, hanging=1.0)
+
+    class Short(script.CartPoleSwingUp):
+        def evaluations(self):
+            return {"hanging": dataclasses.replace(self, max_episode_steps=1, hanging=1.0)}
+
+        def metrics(self, state):
+            return {"x_dot": state.x_dot}
+
+    args, env = script.Args(eval_episodes=4000), Short()
+    monkeypatch.setattr(script, "make_env", lambda args: env)
     params = script.init_agent(args, jax.random.key(0), env)
     params["actor"] = jax.tree.map(jnp.zeros_like, params["actor"])
     for mode in ("greedy", "sampled"):
         args = dataclasses.replace(args, eval_mode=mode)
-        *_, states = jax.jit(script.play_episodes, static_argnums=(0, 1))(
-            args, env, params, jax.random.key(1)
-        )
-        velocity = np.asarray(states.x_dot[1])
+        play = jax.jit(functools.partial(script.evaluate, args))
+        velocity = np.asarray(play(params, jax.random.key(1)).info["x_dot"])
         if mode == "greedy":
             assert np.abs(velocity).max() < 0.001  # gravity pulls a little at the leaning pole
     deviation = float(jnp.exp(script.bounded_log_std(params["spread"]))[0])
@@ -334,10 +369,8 @@ def test_video(script, tmp_path):
     args = script.Args(eval_episodes=2)
     params = script.init_agent(args, jax.random.key(0), script.make_env(args))
     evaluation = jax.jit(functools.partial(script.evaluate, args))(params, jax.random.key(3))
-    panels = [(jnp.int32(20), states) for _, states in evaluation.panels]
-    states = jax.tree.map(lambda x: x.at[6:].set(x[5]), panels[0][1])  # as `evaluate` does
-    panels[0] = (jnp.int32(5), states)
-    evaluation = jax.tree.map(lambda x: x[None], evaluation._replace(panels=panels))
+    evaluation = evaluation._replace(drawn_length=jnp.int32([5, 20, 20]))
+    evaluation = jax.tree.map(lambda x: x[None], evaluation)
     path = script.record_video(args, evaluation, tmp_path / "video")
     assert path == tmp_path / "video.mp4"
     with imageio.get_reader(path) as reader:
