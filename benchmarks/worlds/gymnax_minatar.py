@@ -11,6 +11,7 @@ ppo_cartpole_jax.py and leave out the line with sys.path.
 import dataclasses
 import pathlib
 import sys
+from typing import Literal
 
 import gymnax
 import jax
@@ -26,9 +27,10 @@ class Args(ppo.Args):
 
     exp_name: str = pathlib.Path(__file__).stem
     env_id: str = "Breakout-MinAtar"
+    # Some of gymnax's games leave nothing to chance: greedy play would be one episode.
+    eval_mode: Literal["greedy", "sampled"] = "sampled"
     total_timesteps: float = 1e6
-    num_steps: int = 64
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     gamma: float = 0.99
     gae_lambda: float = 0.95
     num_minibatches: int = 8

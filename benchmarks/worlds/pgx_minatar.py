@@ -26,8 +26,7 @@ class Args(ppo.Args):
     exp_name: str = pathlib.Path(__file__).stem
     env_id: str = "minatar-breakout"
     total_timesteps: float = 1e6
-    num_steps: int = 64
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     gamma: float = 0.99
     gae_lambda: float = 0.95
     num_minibatches: int = 8
