@@ -1,15 +1,16 @@
 """Returns and speed on gymnax's MinAtar: gymnax_minatar.py and PureJaxRL in turn, at equal steps.
 
     python benchmarks/worlds/compare_minatar.py --purejaxrl FOLDER
-    python benchmarks/worlds/compare_minatar.py --purejaxrl FOLDER --games Breakout --seeds 1 --out FILE
+    python benchmarks/worlds/compare_minatar.py --purejaxrl FOLDER --games Breakout --out FILE
 
-PureJaxRL is a clone of https://github.com/luchris429/purejaxrl, which needs distrax, brax and navix;
-its hyper-parameters are those of its own notebook on MinAtar, examples/brax_minatar.ipynb, but for
-the length. Each run is a process of its own; they take turns, game by game and seed by seed. A
-return is the mean, over the 64 environments, of the last episode that each has finished in training;
-the curve has it at each tenth of the steps. SPS are steps per second of training, compilation not
-counted. An episode lasts up to 1,000 steps (Freeway 2,500) for both; PureJaxRL calls the limit a
-termination. Results go to benchmarks/results/worlds_minatar.json after every process.
+PureJaxRL is a clone of https://github.com/luchris429/purejaxrl, which needs distrax, brax and
+navix. Its hyper-parameters are those of its own notebook on MinAtar, examples/brax_minatar.ipynb,
+but for the length. Each run is a process of its own. They take turns, game by game and seed by
+seed. A return is the mean, over the 64 environments, of the last episode that each has finished in
+training; the curve has it at each tenth of the steps. SPS are steps per second of training,
+compilation not counted. An episode lasts up to 1,000 steps (Freeway 2,500) for both; PureJaxRL
+calls the limit a termination. Results go to benchmarks/results/worlds_minatar.json after every
+process.
 """
 
 import argparse
