@@ -119,7 +119,7 @@ def test_programs():
     texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
     assert PACKAGES.keys() <= texts.keys()
     networks = [
-        text[text.index("def init_agent") : text.index("ppo.Args, ")]
+        text[text.index("def init_agent") : text.index("if __name__")]
         for name, text in texts.items()
         if name in ("gymnax_minatar", "pgx_minatar")
     ]

@@ -98,8 +98,11 @@ def brax(env_id, backend):
     return Brax(env_id, backend)
 
 
-ppo.Args, ppo.make_env = Args, lambda args: brax(args.env_id, args.backend)
-ppo.init_agent, ppo.forward = init_with_statistics, forward_normalised
-ppo.update_epochs = update_epochs_and_statistics
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.make_env = Args, lambda args: brax(args.env_id, args.backend)
+    ppo.init_agent, ppo.forward = init_with_statistics, forward_normalised
+    ppo.update_epochs = update_epochs_and_statistics
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

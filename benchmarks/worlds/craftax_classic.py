@@ -77,6 +77,9 @@ def craftax(env_id):
     return Craftax(env_id)
 
 
-ppo.Args, ppo.init_agent, ppo.make_env = Args, init_agent, lambda args: craftax(args.env_id)
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.init_agent, ppo.make_env = Args, init_agent, lambda args: craftax(args.env_id)
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

@@ -74,7 +74,10 @@ def craftax(env_id):
     return Craftax(env_id)
 
 
-ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: craftax(args.env_id)
-ppo.full_id = lambda env_id: env_id  # not a MiniGrid's
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: craftax(args.env_id)
+    ppo.full_id = lambda env_id: env_id  # not a MiniGrid's
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

@@ -85,7 +85,10 @@ def forward(args, params, obs):
     return ppo.Categorical(logits=logits.T), value[0]
 
 
-ppo.Args, ppo.init_agent, ppo.forward = Args, init_agent, forward
-ppo.make_env = lambda args: Gymnax(args.env_id)
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.init_agent, ppo.forward = Args, init_agent, forward
+    ppo.make_env = lambda args: Gymnax(args.env_id)
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

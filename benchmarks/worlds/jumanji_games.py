@@ -87,8 +87,18 @@ def forward(args, params, obs):
 
 
 compute_gae = ppo.compute_gae
-ppo.compute_gae = lambda args, reward, *rest: compute_gae(args, args.reward_scale * reward, *rest)
-ppo.Args, ppo.init_agent, ppo.forward = Args, init_agent, forward
-ppo.make_env = lambda args: Jumanji(args.env_id)
+
+
+def compute_scaled_gae(args, reward, *rest):
+    """Scales what the learner sees; statistics of episodes keep the game's points."""
+    return compute_gae(args, args.reward_scale * reward, *rest)
+
+
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.init_agent, ppo.forward = Args, init_agent, forward
+    ppo.make_env = lambda args: Jumanji(args.env_id)
+    ppo.compute_gae = compute_scaled_gae
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

@@ -56,7 +56,10 @@ def encode(args, env, obs):
     return ppo.Encoder(pixels=False, code_sizes=(11, 6, 4), name="encoder")(obs)
 
 
-ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: Navix(args.env_id)
-ppo.full_id = lambda env_id: env_id  # not a MiniGrid's
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: Navix(args.env_id)
+    ppo.full_id = lambda env_id: env_id  # not a MiniGrid's
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

@@ -59,6 +59,9 @@ def playground(env_id):
     return Playground(env_id)
 
 
-ppo.Args, ppo.make_env = Args, lambda args: playground(args.env_id)
 if __name__ == "__main__":
-    ppo.main()
+    ppo.Args, ppo.make_env = Args, lambda args: playground(args.env_id)
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")
