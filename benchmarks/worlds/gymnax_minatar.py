@@ -1,0 +1,94 @@
+"""gymnax's MinAtar in CartPole's script: pictures [Y, X, C], a small convolution, discrete actions.
+
+    python benchmarks/worlds/gymnax_minatar.py --env-id Breakout-MinAtar --seed 2
+    python benchmarks/worlds/gymnax_minatar.py --eval runs/<run_name>
+
+Needs `pip install gymnax==0.0.9 six`. Breakout, Freeway, SpaceInvaders and Asterix; whatever else
+gymnax has with pictures and discrete actions does, too. To use it elsewhere, copy it beside
+ppo_cartpole_jax.py and leave out the line with sys.path.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from typing import Literal
+
+import gymnax
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import ppo_cartpole_jax as ppo  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(ppo.Args):
+    """PPO on gymnax's MinAtar."""
+
+    exp_name: str = pathlib.Path(__file__).stem
+    env_id: str = "Breakout-MinAtar"
+    # Some of gymnax's games leave nothing to chance: greedy play would be one episode.
+    eval_mode: Literal["greedy", "sampled"] = "sampled"
+    total_timesteps: float = 1e6
+    learning_rate: float = 3e-3
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    num_minibatches: int = 8
+    norm_adv: bool = True
+    clip_coef: float = 0.2
+    ent_coef: float = 0.01
+
+
+class Gymnax:
+    """An environment of gymnax with discrete actions, without its own reset and time limit."""
+
+    def __init__(self, env_id):
+        self.env, params = gymnax.make(env_id)
+        self.num_actions = self.env.num_actions
+        self.max_episode_steps = params.max_steps_in_episode
+        # `rollout` keeps the time limit, as it tells a truncation from a termination.
+        self.params = params.replace(max_steps_in_episode=2**30)
+
+    def reset(self, key):
+        return self.env.reset_env(key, self.params)[1]
+
+    def step(self, key, state, action):
+        # `env.step` would begin the next episode itself.
+        _, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
+        return state, reward, terminated
+
+    def observe(self, state):
+        return self.env.get_obs(state)
+
+
+def init_agent(args, key, env):
+    """A convolution that actor and critic share, and a hidden layer for each."""
+    height, width, channels = jax.eval_shape(lambda: env.observe(env.reset(key))).shape
+    features = 16 * (height - 2) * (width - 2)
+    conv_key, actor_key, critic_key = jax.random.split(key, 3)
+    return {
+        "conv": ppo.init_mlp(conv_key, (9 * channels, 16), head_gain=2**0.5)[0],
+        "actor": ppo.init_mlp(actor_key, (features, 64, env.num_actions), head_gain=0.01),
+        "critic": ppo.init_mlp(critic_key, (features, 64, 1), head_gain=1.0),
+    }
+
+
+def forward(args, params, obs):
+    """3x3 patches of pictures [M, Y, X, C] and a product: its gradient is fast on a CPU, too."""
+    x = obs.transpose(3, 1, 2, 0).astype(jnp.float32)  # [C, Y, X, M]: the batch comes last
+    _, height, width, samples = x.shape
+    shifts = [(i, j) for i in range(3) for j in range(3)]
+    x = jnp.concatenate([x[:, i : i + height - 2, j : j + width - 2] for i, j in shifts])
+    x = params["conv"]["w"] @ x.reshape(x.shape[0], -1) + params["conv"]["b"]
+    x = jax.nn.relu(x).reshape(-1, samples)  # [F, M]
+    logits, value = ppo.mlp(params["actor"], x), ppo.mlp(params["critic"], x)
+    return ppo.Categorical(logits=logits.T), value[0]
+
+
+if __name__ == "__main__":
+    ppo.Args, ppo.init_agent, ppo.forward = Args, init_agent, forward
+    ppo.make_env = lambda args: Gymnax(args.env_id)
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

@@ -1,0 +1,104 @@
+"""Jumanji's 2048 and Snake in CartPole's script: an observation that is a tree, and an action mask.
+
+    python benchmarks/worlds/jumanji_games.py --env-id Game2048-v1 --seed 2
+    python benchmarks/worlds/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97
+    python benchmarks/worlds/jumanji_games.py --eval runs/<run_name>
+
+Needs `pip install jumanji`. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave out
+the line with sys.path.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import jumanji
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import ppo_cartpole_jax as ppo  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(ppo.Args):
+    """PPO on Jumanji's games."""
+
+    exp_name: str = pathlib.Path(__file__).stem
+    env_id: str = "Game2048-v1"
+    total_timesteps: float = 1e6
+    num_steps: int = 64
+    learning_rate: float = 1e-3
+    reward_scale: float = 0.01
+    """factor on the rewards that the learner sees; reported returns are not scaled"""
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    num_minibatches: int = 8
+    norm_adv: bool = True
+    clip_coef: float = 0.2
+    ent_coef: float = 0.01
+
+
+class Jumanji:
+    """A game of Jumanji; its state is the pair of Jumanji's state and the observation of it."""
+
+    max_episode_steps = 4000
+
+    def __init__(self, env_id):
+        # Snake calls its time limit a termination; `rollout` keeps it instead.
+        options = {"time_limit": 2**30} if "Snake" in env_id else {}
+        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+            self.env = jumanji.make(env_id, **options)
+            self.num_actions = int(self.env.action_spec.num_values)
+
+    def reset(self, key):
+        state, timestep = self.env.reset(key)
+        return state, timestep.observation
+
+    def step(self, key, state, action):
+        state, timestep = self.env.step(state[0], action)
+        return (state, timestep.observation), timestep.reward, timestep.last()
+
+    def observe(self, state):
+        return state[1]
+
+
+def features(obs):
+    """What the networks see of a tree of observations of [M]: [F, M]."""
+    # A tile is a name here: of the 16 kinds of them each has an input of its own.
+    x = jax.nn.one_hot(obs.board, 16) if hasattr(obs, "board") else obs.grid
+    return x.reshape(x.shape[0], -1).T
+
+
+def init_agent(args, key, env):
+    seen = jax.eval_shape(lambda: features(env.observe(jax.vmap(env.reset)(key[None]))))
+    obs_size = len(seen)
+    actor_key, critic_key = jax.random.split(key)
+    return {
+        "actor": ppo.init_mlp(actor_key, (obs_size, 128, 128, env.num_actions), head_gain=0.01),
+        "critic": ppo.init_mlp(critic_key, (obs_size, 128, 128, 1), head_gain=1.0),
+    }
+
+
+def forward(args, params, obs):
+    x = features(obs)
+    logits, value = ppo.mlp(params["actor"], x).T, ppo.mlp(params["critic"], x)
+    return ppo.Categorical(logits=jnp.where(obs.action_mask, logits, -1e9)), value[0]
+
+
+compute_gae = ppo.compute_gae
+
+
+def compute_scaled_gae(args, reward, *rest):
+    """Scales what the learner sees; statistics of episodes keep the game's points."""
+    return compute_gae(args, args.reward_scale * reward, *rest)
+
+
+if __name__ == "__main__":
+    ppo.Args, ppo.init_agent, ppo.forward = Args, init_agent, forward
+    ppo.make_env = lambda args: Jumanji(args.env_id)
+    ppo.compute_gae = compute_scaled_gae
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

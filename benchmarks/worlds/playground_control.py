@@ -1,0 +1,67 @@
+"""MuJoCo Playground's control suite in the swing-up's script.
+
+    python benchmarks/worlds/playground_control.py --env-id CartpoleBalance --seed 2
+    python benchmarks/worlds/playground_control.py --eval runs/<run_name>
+
+Needs `pip install playground`. Its default engine, Warp, needs an NVIDIA GPU; "jax" runs anywhere.
+To use it elsewhere, copy it beside ppo_swingup_jax.py and leave out the line with sys.path.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+from mujoco_playground import registry
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import ppo_swingup_jax as ppo  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(ppo.Args):
+    """PPO on MuJoCo Playground's control suite."""
+
+    exp_name: str = pathlib.Path(__file__).stem
+    env_id: str = "CartpoleBalance"
+    eval_episodes: int = 64
+    total_timesteps: float = 5e5
+    num_envs: int = 64
+    num_steps: int = 64
+    reward_scale: float = 0.1
+    num_minibatches: int = 4
+
+
+class Playground:
+    """An environment of MuJoCo Playground; resets and time limits are in its wrappers alone."""
+
+    def __init__(self, env_id):
+        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+            self.env = registry.load(env_id, config_overrides={"impl": "jax"})
+        self.action_size = self.env.action_size
+        self.max_episode_steps = registry.get_default_config(env_id).episode_length
+
+    def reset(self, key):
+        return self.env.reset(key)
+
+    def step(self, key, state, action):
+        state = self.env.step(state, jnp.clip(action, -1.0, 1.0))
+        return state, state.reward, state.done > 0.5  # `done` is a float
+
+    def observe(self, state):
+        return state.obs
+
+
+@functools.cache  # it reads the model's file
+def playground(env_id):
+    return Playground(env_id)
+
+
+if __name__ == "__main__":
+    ppo.Args, ppo.make_env = Args, lambda args: playground(args.env_id)
+    try:
+        ppo.main()
+    except ppo.Problem as problem:
+        sys.exit(f"error: {problem}")

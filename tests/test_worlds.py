@@ -1,0 +1,126 @@
+"""benchmarks/worlds/: each program at its smallest, as a command; gymnax's rules step by step.
+
+A program replaces parts of a script, so each has a process of its own. Those whose package is not
+installed are skipped; benchmarks/worlds/README.md says when they ran last.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment, run_of, words_of
+
+FOLDER = ROOT / "benchmarks" / "worlds"
+SMALL = dict(num_envs=4, num_steps=8, num_minibatches=1, update_epochs=1, total_timesteps=64)
+SMALL |= dict(eval_episodes=2, log_interval=1)
+PACKAGES = {  # that each program imports
+    "brax_physics": "brax",
+    "craftax_classic": "craftax",
+    "craftax_classic_rnn": "craftax",
+    "gymnax_minatar": "gymnax",
+    "jumanji_games": "jumanji",
+    "navix_gridworlds": "navix",
+    "pgx_minatar": "pgx",
+    "playground_control": "mujoco_playground",
+}
+
+
+def needs(program):
+    if importlib.util.find_spec(PACKAGES[program]) is None:
+        pytest.skip(f"{PACKAGES[program]} is not installed")
+
+
+def run(folder, *command):
+    """Runs Python with these words in a folder; returns its standard output."""
+    env = environment(1) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)])}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("program", [name for name in PACKAGES if name != "gymnax_minatar"])
+def test_command(program, tmp_path):
+    """Two updates and an evaluation; the run is called after its environment."""
+    needs(program)
+    run(tmp_path, str(FOLDER / f"{program}.py"), *words_of(**SMALL))
+    summary = json.loads((run_of(tmp_path) / "summary.json").read_text())
+    assert run_of(tmp_path).name.startswith(f"{summary['args']['env_id']}__{program}__1__")
+    assert summary["total_timesteps"] == 64 and summary["failed_seeds"] == []
+    assert summary["eval_length_mean"] > 0
+
+
+def test_run_is_resumed_and_evaluated(tmp_path):
+    """By the program itself, started as from a shell, with another id than its default one."""
+    needs("gymnax_minatar")
+    path = str(FOLDER / "gymnax_minatar.py")
+    game = {"env_id": "SpaceInvaders-MinAtar", "seed": 2}
+    run(tmp_path, path, *words_of(**SMALL | game))
+    run_dir = run_of(tmp_path)
+    assert run_dir.name.startswith("SpaceInvaders-MinAtar__gymnax_minatar__2__")
+    run(tmp_path, path, "--resume", str(run_dir), "--total-timesteps", "96")
+    assert json.loads((run_dir / "summary.json").read_text())["total_timesteps"] == 96
+    assert "2 sampled episodes" in run(tmp_path, path, "--eval", str(run_dir))
+
+
+GYMNAX = """
+import functools, gymnax, jax, jax.numpy as jnp, numpy as np, gymnax_minatar as world
+
+env = world.Gymnax("Breakout-MinAtar")
+library, params = gymnax.make("Breakout-MinAtar")
+step, library_step = jax.jit(env.step), jax.jit(functools.partial(library.step, params=params))
+ends = limits = 0
+state = env.reset(jax.random.key(0))
+for t in range(400):
+    key, action = jax.random.key(t), jnp.int32(np.random.default_rng(t).integers(3))
+    if t % 50 == 7:  # one step before the library's limit
+        state = state.replace(time=jnp.int32(999))
+    obs, new, reward, done, _ = library_step(key, state, action)
+    own = step(jax.random.split(key)[0], state, action)
+    assert own[1] == reward and (state.time == 999 or own[2] == done)
+    limits += bool(done & ~own[2])
+    ends += bool(own[2])
+    state = own[0]
+    if done:  # the library has begun the next episode, the adapter has not
+        assert int(new.time) == 0 and int(state.time) > 0
+        state = env.reset(key)
+    else:
+        np.testing.assert_array_equal(env.observe(state), obs)
+assert ends > 5 and limits > 2
+
+# A convolution by its definition.
+args, key = world.Args(), jax.random.key(1)
+params = world.init_agent(args, key, env)
+obs = jax.random.uniform(key, (5, 10, 10, 4))
+kernel = params["conv"]["w"].reshape(16, 3, 3, 4).transpose(1, 2, 3, 0)
+axes = ("NHWC", "HWIO", "NHWC")
+x = jax.lax.conv_general_dilated(obs, kernel, (1, 1), "VALID", dimension_numbers=axes)
+x = jax.nn.relu(x).transpose(3, 1, 2, 0).reshape(1024, 5)
+dist, value = world.forward(args, params, obs)
+np.testing.assert_allclose(dist.logits, world.ppo.mlp(params["actor"], x).T, rtol=1e-4, atol=1e-6)
+np.testing.assert_allclose(value, world.ppo.mlp(params["critic"], x)[0], rtol=1e-4, atol=1e-5)
+"""
+
+
+def test_gymnax_step_by_step(tmp_path):
+    """Rewards, observations and ends are the library's; its limit and its reset are not there."""
+    needs("gymnax_minatar")
+    run(tmp_path, "-c", GYMNAX)
+
+
+def test_programs():
+    """All are tested, and those for MinAtar have one network."""
+    import inspect
+
+    texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
+    assert PACKAGES.keys() <= texts.keys()
+    networks = [
+        text[text.index("def init_agent") : text.index("if __name__")]
+        for name, text in texts.items()
+        if name in ("gymnax_minatar", "pgx_minatar")
+    ]
+    assert inspect.cleandoc(networks[0]) == inspect.cleandoc(networks[1])
