@@ -57,7 +57,7 @@ def main():
         "--eval-episodes 100",
         "commit": choice.commit,
         "date": datetime.date.today().isoformat(),
-        "device": f"{summaries[0]['device']}, {platform.machine()}, {os.cpu_count()} cores, one used",
+        "device": f"{summaries[0]['device']}, {platform.machine()}, {os.cpu_count()} cores",
         "versions": versions,
         "environments": {},
     }
