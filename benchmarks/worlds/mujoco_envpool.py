@@ -19,7 +19,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
+from tyro.conf import Fixed, Suppress
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -43,11 +43,11 @@ class Args(ppo.Args):
     clip_coef: float = 0.2
     clip_vloss: bool = True
     ent_coef: float = 0.0
-    # Atari's
-    eval_protocol: tyro.conf.Fixed[str] = "training"
-    max_episode_steps: tyro.conf.Fixed[int] = 1
-    repeat_action_probability: tyro.conf.Fixed[float] = 0.0
-    full_action_space: tyro.conf.Fixed[bool] = False
+    # Of Atari alone
+    eval_protocol: Suppress[Fixed[str]] = "training"
+    max_episode_steps: Suppress[Fixed[int]] = 1
+    repeat_action_probability: Suppress[Fixed[float]] = 0.0
+    full_action_space: Suppress[Fixed[bool]] = False
 
 
 class Vectors(ppo.World):

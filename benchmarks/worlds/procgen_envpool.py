@@ -51,8 +51,7 @@ def main(words=None):
     """Atari's `main` with this world and Atari's agent."""
     layers = ((32, 4, 4), (64, 4, 2), (64, 3, 1))  # features, size of the kernel, stride
     ppo.NatureCNN = functools.partial(ppo.NatureCNN, layers=layers)
-    agent = ppo.init_agent, ppo.forward, ppo.learn
-    mujoco_envpool.main(words, Args, Procgen, agent)
+    mujoco_envpool.main(words, Args, Procgen, (ppo.init_agent, ppo.forward, ppo.learn))
 
 
 if __name__ == "__main__":

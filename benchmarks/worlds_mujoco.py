@@ -1,0 +1,89 @@
+"""Returns of `worlds/mujoco_envpool.py` beside those in CleanRL's documentation.
+
+    for seed in 1 2 3; do
+        for id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 InvertedPendulum-v4 Humanoid-v4 Pusher-v4; do
+            python benchmarks/worlds/mujoco_envpool.py --env-id $id --seed $seed --eval-episodes 100
+        done
+    done
+    python benchmarks/worlds_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
+
+Reads the summary.json of every run, writes benchmarks/results/worlds_mujoco.json, prints a table:
+of an environment the mean and the standard deviation over seeds of the mean return of sampled
+episodes after training. CleanRL's numbers are from its page of ppo_continuous_action.py: one
+million steps, three seeds.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+
+import numpy as np
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "worlds_mujoco.json"
+CLEANRL = {  # mean and deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
+    "HalfCheetah-v4": (1442.64, 46.03),
+    "Hopper-v4": (2382.86, 271.74),
+    "Walker2d-v4": (2287.95, 571.78),
+    "InvertedPendulum-v4": (963.09, 22.20),
+    "Humanoid-v4": (716.11, 49.08),
+    "Pusher-v4": (-40.38, 7.15),
+}
+
+
+def read_run(summary):
+    """What is kept of a summary of one seed."""
+    keys = "total_timesteps eval_episodes eval_mode eval_return_mean eval_return_std"
+    keys = f"{keys} eval_length_mean sps compile_seconds train_seconds wall_seconds".split()
+    return {"seed": summary["args"]["seed"]} | {key: summary[key] for key in keys}
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("runs", nargs="+", type=pathlib.Path)
+    parser.add_argument("--commit", help="of the program that trained them")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    choice = parser.parse_args()
+    files = [folder / "summary.json" for folder in choice.runs]
+    summaries = [json.loads(file.read_text()) for file in files if file.exists()]
+    versions = {name: importlib.metadata.version(name) for name in ("envpool", "gymnasium")}
+    versions |= {"python": platform.python_version(), "jax": summaries[0]["jax_version"]}
+    results = {
+        "command": "python benchmarks/worlds/mujoco_envpool.py --env-id ID --seed SEED "
+        "--eval-episodes 100",
+        "commit": choice.commit,
+        "date": datetime.date.today().isoformat(),
+        "device": f"{summaries[0]['device']}, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions,
+        "environments": {},
+    }
+    print("| environment | ours | CleanRL | seeds | steps | minutes |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for env_id, cleanrl in CLEANRL.items():
+        runs = [read_run(x) for x in summaries if x["args"]["env_id"] == env_id]
+        runs.sort(key=lambda run: run["seed"])
+        if not runs:
+            continue
+        returns = np.array([run["eval_return_mean"] for run in runs])
+        results["environments"][env_id] = {
+            "return_mean": returns.mean(),
+            "return_std": returns.std(),
+            "cleanrl_return_mean": cleanrl[0],
+            "cleanrl_return_std": cleanrl[1],
+            "runs": runs,
+        }
+        minutes = np.mean([run["wall_seconds"] for run in runs]) / 60
+        print(
+            f"| {env_id} | {returns.mean():,.0f} ± {returns.std():,.0f} "
+            f"| {cleanrl[0]:,.0f} ± {cleanrl[1]:,.0f} | {len(runs)} "
+            f"| {runs[0]['total_timesteps']:,} | {minutes:.1f} |"
+        )
+    choice.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
