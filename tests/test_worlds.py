@@ -1,19 +1,23 @@
 """benchmarks/worlds/: each program at its smallest, as a command; gymnax's rules step by step.
 
-A program replaces parts of a script, so each has a process of its own. Those whose package is not
-installed are skipped; benchmarks/worlds/README.md says when they ran last.
+Programs whose package is not installed are skipped; benchmarks/worlds/README.md says when they ran
+last.
 """
 
+import functools
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ROOT, environment, run_of, words_of
 
 FOLDER = ROOT / "benchmarks" / "worlds"
+sys.path.insert(0, str(FOLDER))
 SMALL = dict(num_envs=4, num_steps=8, num_minibatches=1, update_epochs=1, total_timesteps=64)
 SMALL |= dict(eval_episodes=2, log_interval=1)
 PACKAGES = {  # that each program imports
@@ -35,10 +39,9 @@ def needs(program):
 
 def run(folder, *command):
     """Runs Python with these words in a folder; returns its standard output."""
-    env = environment(1) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)])}
-    result = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, *command]
+    env = environment(1)
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -67,60 +70,60 @@ def test_run_is_resumed_and_evaluated(tmp_path):
     assert "2 sampled episodes" in run(tmp_path, path, "--eval", str(run_dir))
 
 
-GYMNAX = """
-import functools, gymnax, jax, jax.numpy as jnp, numpy as np, gymnax_minatar as world
-
-env = world.Gymnax("Breakout-MinAtar")
-library, params = gymnax.make("Breakout-MinAtar")
-step, library_step = jax.jit(env.step), jax.jit(functools.partial(library.step, params=params))
-ends = limits = 0
-state = env.reset(jax.random.key(0))
-for t in range(400):
-    key, action = jax.random.key(t), jnp.int32(np.random.default_rng(t).integers(3))
-    if t % 50 == 7:  # one step before the library's limit
-        state = state.replace(time=jnp.int32(999))
-    obs, new, reward, done, _ = library_step(key, state, action)
-    own = step(jax.random.split(key)[0], state, action)
-    assert own[1] == reward and (state.time == 999 or own[2] == done)
-    limits += bool(done & ~own[2])
-    ends += bool(own[2])
-    state = own[0]
-    if done:  # the library has begun the next episode, the adapter has not
-        assert int(new.time) == 0 and int(state.time) > 0
-        state = env.reset(key)
-    else:
-        np.testing.assert_array_equal(env.observe(state), obs)
-assert ends > 5 and limits > 2
-
-# A convolution by its definition.
-args, key = world.Args(), jax.random.key(1)
-params = world.init_agent(args, key, env)
-obs = jax.random.uniform(key, (5, 10, 10, 4))
-kernel = params["conv"]["w"].reshape(16, 3, 3, 4).transpose(1, 2, 3, 0)
-axes = ("NHWC", "HWIO", "NHWC")
-x = jax.lax.conv_general_dilated(obs, kernel, (1, 1), "VALID", dimension_numbers=axes)
-x = jax.nn.relu(x).transpose(3, 1, 2, 0).reshape(1024, 5)
-dist, value = world.forward(args, params, obs)
-np.testing.assert_allclose(dist.logits, world.ppo.mlp(params["actor"], x).T, rtol=1e-4, atol=1e-6)
-np.testing.assert_allclose(value, world.ppo.mlp(params["critic"], x)[0], rtol=1e-4, atol=1e-5)
-"""
-
-
-def test_gymnax_step_by_step(tmp_path):
-    """Rewards, observations and ends are the library's; its limit and its reset are not there."""
+@pytest.fixture
+def world():
+    """The program for gymnax's MinAtar; to import it changes nothing."""
     needs("gymnax_minatar")
-    run(tmp_path, "-c", GYMNAX)
+    import gymnax_minatar
+
+    return gymnax_minatar
+
+
+def test_gymnax_step_by_step(world):
+    """Rewards, observations and ends are the library's; its limit and its reset are not there."""
+    import gymnax
+
+    env = world.Gymnax("Breakout-MinAtar")
+    library, params = gymnax.make("Breakout-MinAtar")
+    step, observe = jax.jit(env.step), jax.jit(env.observe)
+    library_step = jax.jit(functools.partial(library.step, params=params))
+    rng, ends, limits = np.random.default_rng(0), 0, 0
+    state = env.reset(jax.random.key(0))
+    for t in range(400):
+        key, action = jax.random.key(t), jnp.int32(rng.integers(3))
+        if t % 50 == 7:  # one step before the library's limit
+            state = state.replace(time=jnp.int32(999))
+        obs, next_state, reward, done, _ = library_step(key, state, action)
+        at_limit = state.time == 999
+        state, own_reward, terminated = step(jax.random.split(key)[0], state, action)
+        assert own_reward == reward and (at_limit or terminated == done)
+        ends, limits = ends + terminated, limits + (done & ~terminated)
+        if done:  # the library has begun the next episode
+            assert next_state.time == 0 and state.time > 0
+            state = env.reset(key)
+        else:
+            np.testing.assert_array_equal(observe(state), obs)
+    assert ends > 5 and limits > 2
+
+
+def test_convolution(world):
+    """Patches and a product are XLA's convolution of pictures [M, Y, X, C]."""
+    key, args = jax.random.key(1), world.Args()
+    params = world.init_agent(args, key, world.Gymnax("Breakout-MinAtar"))
+    obs = jax.random.uniform(key, (5, 10, 10, 4))
+    kernel = params["conv"]["w"].reshape(16, 3, 3, 4).transpose(1, 2, 3, 0)
+    axes = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(obs, kernel, (1, 1), "VALID", dimension_numbers=axes)
+    x = jax.nn.relu(x).transpose(3, 1, 2, 0).reshape(1024, 5)
+    dist, value = world.forward(args, params, obs)
+    logits = world.ppo.mlp(params["actor"], x).T
+    np.testing.assert_allclose(dist.logits, logits, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(value, world.ppo.mlp(params["critic"], x)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_programs():
-    """All are tested, and those for MinAtar have one network."""
-    import inspect
-
+    """Each is there, and those for MinAtar have one network."""
     texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
     assert PACKAGES.keys() <= texts.keys()
-    networks = [
-        text[text.index("def init_agent") : text.index("if __name__")]
-        for name, text in texts.items()
-        if name in ("gymnax_minatar", "pgx_minatar")
-    ]
-    assert inspect.cleandoc(networks[0]) == inspect.cleandoc(networks[1])
+    network = lambda text: text[text.index("def init_agent") : text.index("if __name__")]
+    assert network(texts["gymnax_minatar"]) == network(texts["pgx_minatar"])

@@ -1,7 +1,8 @@
 """Jumanji's 2048 and Snake in CartPole's script: an observation that is a tree, and an action mask.
 
     python benchmarks/worlds/jumanji_games.py --env-id Game2048-v1 --seed 2
-    python benchmarks/worlds/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97
+    python benchmarks/worlds/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97 \
+        --eval-mode sampled
     python benchmarks/worlds/jumanji_games.py --eval runs/<run_name>
 
 Needs `pip install jumanji`. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave out
