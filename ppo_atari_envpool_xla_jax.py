@@ -988,7 +988,8 @@ class Evaluation(NamedTuple):
 
     episode_return: np.ndarray  # [K, E], sums of scores; NaN of agents with parameters that are not
     episode_length: np.ndarray  # [K, E], the agent's steps
-    actions: list  # of the first agent's first episode, those that the pool ignored included
+    first: int  # number, of K * E, of the first healthy agent's first episode
+    actions: list  # of that episode, those that the pool ignored included
 
 
 def evaluation_actions(args, params, obs, step):
@@ -1018,12 +1019,14 @@ def evaluate(args, act, params):
     episode_return, episode_length = np.zeros((2, math.prod(shape)))
     # Whether the episode goes on, and whether the step is not one that only resets.
     running, valid = np.ones((2, math.prod(shape)), bool)
+    healthy = np.isfinite(jax.vmap(lambda agent: ravel_pytree(agent)[0])(params)).all(1)
+    first = healthy.argmax() * args.eval_episodes
     actions, step = [], 0
     while running.any():
         obs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), obs)
         action = np.concatenate(act(params, obs, step))  # [K * E, ...]
-        if running[0]:
-            actions.append(action[0])
+        if running[first]:
+            actions.append(action[first])
         outcome, score, ended, memory = env.read(memory, valid, pool.step(env.bounded(action)))
         obs, _, terminated, truncated = outcome
         episode_return += np.where(running & valid, score, 0.0)
@@ -1031,19 +1034,18 @@ def evaluate(args, act, params):
         running &= ~ended
         valid = ~(terminated | truncated)
         step += 1
-    healthy = np.isfinite(jax.vmap(lambda agent: ravel_pytree(agent)[0])(params)).all(1)
     episode_return = np.where(healthy[:, None], episode_return.reshape(shape), np.nan)
-    return Evaluation(episode_return, episode_length.reshape(shape), actions)
+    return Evaluation(episode_return, episode_length.reshape(shape), first, actions)
 
 
 def record_video(args, evaluation, path):
-    """Writes the first agent's first episode as path.mp4.
+    """Writes the first episode of the agent that an `Evaluation` names as path.mp4.
 
     Its actions are played again, in an environment of its own.
     """
     env = make_env(args)
-    seeds = env_seeds(args, args.eval_episodes, EVALUATION)[:1]
-    pool = env.make_pool(seeds, evaluation=True, **env.video_options)
+    seeds = env_seeds(args, args.eval_episodes, EVALUATION)[evaluation.first :]
+    pool = env.make_pool(seeds[:1], evaluation=True, **env.video_options)
     path = path.with_suffix(".mp4")
     with warnings.catch_warnings():
         # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
@@ -1480,7 +1482,8 @@ def try_video(args, evaluation, path):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"video: {record_video(args, evaluation, path)}")
+        seed = args.seed + evaluation.first // args.eval_episodes
+        print(f"video of seed {seed}: {record_video(args, evaluation, path)}")
     except Exception as error:
         print(f"warning: no video: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -996,8 +996,8 @@ def record_video(args, evaluation, path):
     env = make_env(args)
     states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
     frames = []
-    last = min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS)
-    for t in range(0, last + 1, 2):  # 25 a second: real time
+    # 25 a second: real time.
+    for t in range(0, min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS) + 1, 2):
         state = jax.tree.map(operator.itemgetter(t), states)
         frames.append(Image.fromarray(env.render(state)).quantize(16))
     path = path.with_suffix(".gif")

@@ -856,9 +856,8 @@ def find_env(env_id):
     """The `MiniGrid` of an id; `Problem` with the nearest ids where there is none."""
     if full_id(env_id) in ENVIRONMENTS:
         return ENVIRONMENTS[full_id(env_id)]
-    nearest = difflib.get_close_matches(f"MiniGrid-{env_id}", ENVIRONMENTS, n=3, cutoff=0)
-    message = f"--env-id {env_id}: unknown; nearest: {', '.join(nearest)}"
-    raise Problem(f"{message} (--list-envs lists all); your own: see `make_env`")
+    near = difflib.get_close_matches(f"MiniGrid-{env_id}", ENVIRONMENTS, n=3, cutoff=0)
+    raise Problem(f"--env-id {env_id} is not in --list-envs; near it: {', '.join(near)}")
 
 
 def make_env(args):

@@ -1146,9 +1146,8 @@ def evaluate(args, params, key):
     # Most policies need less than the time limit, so this ends with the last episode.
     _, _, _, sums, states = jax.lax.while_loop(is_playing, env_step, carry)
     returns, lengths, _, info = jax.tree.map(lambda x: x[: args.eval_episodes], sums)
-    success = {}
-    if hasattr(env, "succeeds"):
-        success = dict(zip(kinds, sums[2].reshape(len(kinds), -1) >= env.success_steps))
+    won = sums[2].reshape(len(kinds), -1) >= getattr(env, "success_steps", 0)
+    success = dict(zip(kinds, won)) if hasattr(env, "succeeds") else {}
     healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
     return Evaluation(
         episode_return=jnp.where(healthy, returns, jnp.nan),

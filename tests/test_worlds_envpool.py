@@ -299,4 +299,4 @@ def test_procgen_envpool(tmp_path, capsys):
     words = small_words(tmp_path, num_steps=4, total_timesteps=16, eval_episodes=1)
     procgen_envpool.main(words)
     summary = json.loads((run_of(tmp_path) / "summary.json").read_text())
-    assert summary["eval_return_mean"] in (0, 10) and "video: " in capsys.readouterr().out
+    assert summary["eval_return_mean"] in (0, 10) and "video of seed 1: " in capsys.readouterr().out
