@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
+from typing import Literal
 
 import jax
 from craftax.craftax_env import make_craftax_env_from_name
@@ -27,6 +28,7 @@ class Args(ppo.Args):
 
     exp_name: str = pathlib.Path(__file__).stem
     env_id: str = "Craftax-Classic-Symbolic-v1"
+    eval_mode: Literal["greedy", "sampled"] = "sampled"  # greedy play gets stuck
     total_timesteps: float = 1e6
     num_steps: int = 64
     learning_rate: float = 5e-4

@@ -13,6 +13,7 @@ import functools
 import math
 import pathlib
 import sys
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -28,6 +29,7 @@ class Args(ppo.Args):
 
     exp_name: str = pathlib.Path(__file__).stem
     env_id: str = "Craftax-Classic-Symbolic-v1"
+    eval_mode: Literal["greedy", "sampled"] = "sampled"  # greedy play gets stuck
     rnn_hidden_dim: int = 128
     head_hidden_dim: int = 128
     total_timesteps: float = 1e6

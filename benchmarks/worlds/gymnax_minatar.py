@@ -3,7 +3,7 @@
     python benchmarks/worlds/gymnax_minatar.py --env-id Breakout-MinAtar --seed 2
     python benchmarks/worlds/gymnax_minatar.py --eval runs/<run_name>
 
-Needs `pip install gymnax==0.0.9 six`. Breakout, Freeway, SpaceInvaders and Asterix; whatever else
+Needs `pip install gymnax six`. Breakout, Freeway, SpaceInvaders and Asterix; whatever else
 gymnax has with pictures and discrete actions does, too. To use it elsewhere, copy it beside
 ppo_cartpole_jax.py and leave out the line with sys.path.
 """

@@ -1,4 +1,4 @@
-"""Jumanji's 2048 and Snake in CartPole's script: an observation that is a tree, and an action mask.
+r"""Jumanji's 2048 and Snake in CartPole's script: an observation tree with an action mask.
 
     python benchmarks/worlds/jumanji_games.py --env-id Game2048-v1 --seed 2
     python benchmarks/worlds/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97 \
