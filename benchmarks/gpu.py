@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --out gpu.json                     # all of it, in 25 minutes at most
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only correctness learning
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only speed
+    python benchmarks/gpu.py --out gpu.json --only start solve worlds --purejaxrl FOLDER
     python benchmarks/gpu.py --out trial.json --smoke           # tiny sizes, for a trial on a CPU
 
 | stage       | what is measured                                                                   |
@@ -13,14 +14,20 @@
 | learning    | steps and seconds of training until the task is solved                             |
 | speed       | steps per second by number of environments                                         |
 | unroll      | the same, seconds to compile and kernels, by the steps in an iteration of a loop   |
+| start       | seconds of a process until the first update, also without what shortens them       |
+| solve       | seconds of a process until a task is solved, beside PureJaxRL and Rejax            |
+| worlds      | steps per second and return in Brax, MuJoCo Playground and Craftax                 |
 
+The last three begin no process after five minutes each. A row of `start` and one of ours in `solve`
+is two processes: one with an empty compilation cache, one with what that left there.
 `--only` takes parts of the names of measurements. A file that exists is added to; a failure takes
 no success's place. What fails has the error's text as its row, and the next measurement is begun;
 when the time is over the rest is "skipped". Where JAX finds no GPU the program ends with status 3.
 
 Of the scripts' packages JAX, NumPy, flax and optax (MiniGrid, Atari) and EnvPool (Atari) have to be
-there; tyro, TensorBoard, Pillow and so on are for the scripts' command lines and files, which only
-`resume` uses, so empty modules take the place of those that are not installed.
+there; TensorBoard, Pillow and so on are for the scripts' files, which only `resume` and the last
+three write, so empty modules take the place of those that are not installed. Where tyro is not,
+without_tyro/ reads the flags, and imports take less time.
 """
 
 import argparse
@@ -28,6 +35,7 @@ import contextlib
 import datetime
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -44,9 +52,11 @@ from unittest import mock
 import jax
 import numpy as np
 import sps
+import start
+import time_to_solve
 from sps import ATARI, CARTPOLE, MINIGRID, SWINGUP
 
-UNUSED = """tyro PIL imageio filelock tensorboard.compat.proto.event_pb2 flax.serialization
+UNUSED = """PIL imageio filelock tensorboard.compat.proto.event_pb2 flax.serialization
     tensorboard.plugins.text.summary_v2 tensorboard.summary.writer.record_writer""".split()
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-3
@@ -92,10 +102,33 @@ NUM_ENVS = {  # what else is as in `flags`
     MINIGRID: (sps.COMPARED[MINIGRID], (1024, 4096, 16_384)),
     ATARI: ({}, (8, 64, 256)),
 }
+PROCESSES = ("start", "solve", "worlds")  # stages of whole processes, five minutes each
+STARTED = {
+    "CartPole": (CARTPOLE, {}),
+    "MiniGrid DoorKey-6x6": (MINIGRID, dict(env_id="DoorKey-6x6")),
+    "swing-up": (SWINGUP, {}),
+    "Atari": (ATARI, {}),
+}
+SOLVED = "ours", "purejaxrl", "rejax"
+# Program -> the package that it needs, flags beside 1,024 environments and 32 minibatches.
+WORLDS = {
+    "brax_physics": ("brax", dict(total_timesteps=8e6)),
+    "playground_control": ("mujoco_playground", dict(total_timesteps=4e6)),
+    "craftax_classic": ("craftax", dict(total_timesteps=16e6)),
+    "craftax_classic_rnn": ("craftax", dict(total_timesteps=8e6)),
+}
+REPORTED = """sps compile_seconds train_seconds wall_seconds total_timesteps
+    eval_return_mean eval_return_std""".split()
 
 
 def stand_in_for_unused():
-    """Empty modules in the place of packages that only the scripts' command lines need."""
+    """A module that reads flags in tyro's place, empty ones for packages that write files."""
+    try:
+        importlib.import_module("tyro")
+    except ImportError:
+        folder = str(ROOT / "benchmarks" / "without_tyro")
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     for name in UNUSED:
         try:
             importlib.import_module(name)
@@ -113,6 +146,11 @@ def flags_of(choice, name, flags):
     return flags | sizes | dict(eval_episodes=4)
 
 
+def words_of(flags):
+    """A command line's words."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+
+
 # ==================================================================================================
 # Measurements
 # ==================================================================================================
@@ -124,7 +162,7 @@ def device():
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.local_devices()],
         "python": platform.python_version(),
-        "versions": {name: sps.version(name) for name in ("jax", "flax", "optax", "envpool")},
+        "versions": {name: sps.version(name) for name in "jax flax optax envpool tyro".split()},
     }
     if shutil.which("nvidia-smi"):
         query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
@@ -202,8 +240,7 @@ def resume(choice, name, xla_flags):
             with np.load(path) as file:
                 return dict(file), path.parent
 
-        words = [f"--{key.replace('_', '-')}={value}" for key, value in fixed.items()]
-        words += ["--no-anneal-lr"]  # the learning rate would follow the length
+        words = words_of(fixed) + ["--no-anneal-lr"]  # the learning rate would follow the length
         run("whole", updates, *words)
         run("parts", updates // 2, *words)
         run("parts", updates, "--resume", str(arrays("parts")[1]))
@@ -256,6 +293,51 @@ def unroll(choice, name, steps, gae_steps):
         return speed(choice, name, {})
 
 
+def start_of(choice, name, flags, without):
+    """Where the seconds until the first update go, as start.py has it."""
+    pair = start.pair(name, words_of(flags_of(choice, name, flags)), without)
+    seconds = {kind: row["seconds"]["start"] for kind, row in pair.items()}
+    return {"flags": flags, "seconds": seconds, "points": pair}
+
+
+def solve(choice, task, name):
+    """Seconds until a task of time_to_solve.py is solved by one of its programs."""
+    wanted = argparse.Namespace(only=[name], xland=None, cleanrl=None, purejaxrl=choice.purejaxrl)
+    with tempfile.TemporaryDirectory() as folder:
+        command = time_to_solve.commands(wanted, task, 1, folder).get(name)
+        if command is None:
+            return {"skipped": f"{name} is not installed, not given or does not do it"}
+        if name == "ours":
+            command += words_of(flags_of(choice, pathlib.Path(command[1]).stem, {}))
+        threshold = time_to_solve.THRESHOLDS[task]
+        min_steps = time_to_solve.WINDOW * time_to_solve.LIMITS.get(task, 0)
+        cache = f"{folder}/cache" if name == "ours" else None
+        rows = {}
+        for kind in ("cold", "cached") if cache else ("cold",):
+            limit = max(10, choice.stage_end - time.time())
+            rows[kind] = time_to_solve.clocked(command, folder, threshold, limit, cache, min_steps)
+    keys = ("solved", "seconds", "steps")
+    return {kind: {key: row[key] for key in keys} for kind, row in rows.items()} | {"points": rows}
+
+
+def world(choice, name, package, flags):
+    """What a program of benchmarks/worlds says at its end."""
+    if importlib.util.find_spec(package) is None:
+        return {"skipped": f"{package} is not installed"}
+    env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "worlds" / f"{name}.py")]
+    command += words_of(flags_of(choice, name, flags))
+    options = dict(env=env, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        limit = choice.stage_end - time.time()
+        result = subprocess.run(command, cwd=folder, timeout=limit, **options)
+        if result.returncode != 0:
+            raise RuntimeError(result.stderr)
+        (path,) = pathlib.Path(folder, "runs").glob("*/summary.json")
+        summary = json.loads(path.read_text())
+    return {"flags": flags} | {key: summary[key] for key in REPORTED}
+
+
 def measurements(choice):
     """(name, function) of everything, what matters most first."""
     yield "device", device
@@ -276,6 +358,16 @@ def measurements(choice):
         for steps, gae_steps in UNROLLED:
             label = f"unroll {name} {steps}, GAE {gae_steps}"
             yield label, functools.partial(unroll, choice, name, steps, gae_steps)
+    for without in ("", *start.WITHOUT):
+        for label, (name, flags) in STARTED.items():
+            label = f"start {label}, without {without or 'nothing'}"
+            yield label, functools.partial(start_of, choice, name, flags, without)
+    for task in ("CartPole-v1", "Empty-8x8", "DoorKey-6x6"):
+        for name in SOLVED:
+            yield f"solve {task} {name}", functools.partial(solve, choice, task, name)
+    for name, (package, flags) in WORLDS.items():
+        flags = dict(num_envs=1024, num_minibatches=32) | flags
+        yield f"worlds {name}", functools.partial(world, choice, name, package, flags)
 
 
 # ==================================================================================================
@@ -285,7 +377,7 @@ def measurements(choice):
 
 def measure(choice, name, function):
     """The row of a measurement; an error becomes one."""
-    if time.time() > choice.end:
+    if time.time() > choice.stage_end:
         return {"skipped": "no time was left"}
     if ATARI in name or "Atari" in name:
         with contextlib.suppress(ImportError):
@@ -295,7 +387,7 @@ def measure(choice, name, function):
     start = time.time()
     try:
         row = function()
-    except Exception as error:  # whatever it is, the others are measured
+    except (Exception, SystemExit) as error:  # whatever it is, the others are measured
         lines = traceback.format_exc().splitlines()
         row = {"error": f"{type(error).__name__}: {error}"[-2000:], "traceback": lines[-20:]}
     return row | {"wall_seconds": time.time() - start}
@@ -307,10 +399,13 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu.json"))
     parser.add_argument("--minutes", type=float, default=25, help="nothing begins after these")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of measurements")
+    parser.add_argument("--purejaxrl", type=pathlib.Path, help="a clone of PureJaxRL")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     choice = parser.parse_args()
     choice.end = time.time() + 60 * choice.minutes
-    if jax.default_backend() != "gpu" and not choice.smoke:
+    with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false"):
+        backend = jax.default_backend()  # leaves the memory to other processes
+    if backend != "gpu" and not choice.smoke:
         print("JAX finds no GPU; for a trial there is --smoke", file=sys.stderr)
         sys.exit(3)
     stand_in_for_unused()
@@ -320,9 +415,13 @@ def main():
     result = json.loads(choice.out.read_text()) if choice.out.exists() else {"rows": {}}
     result |= {"smoke": choice.smoke, "date": datetime.date.today().isoformat()}
     result.setdefault("commands", []).append(" ".join(["gpu.py", *sys.argv[1:]]))
+    ends = {}  # of stages
     for name, function in measurements(choice):
         if name != "device" and not any(part in name for part in choice.only):
             continue
+        stage = name.split()[0]
+        minutes = 5 if stage in PROCESSES else choice.minutes
+        choice.stage_end = min(choice.end, ends.setdefault(stage, time.time() + 60 * minutes))
         row = measure(choice, name, function)
         old = result["rows"].get(name, {"skipped": ""})
         if not {"error", "skipped"} & set(row) or {"error", "skipped"} & set(old):

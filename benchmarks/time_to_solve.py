@@ -258,8 +258,8 @@ def commands(choice, task, seed, folder):
         ours = [python, "-c", block.replace("ppo.main([", f'ppo.main(["--seed", "{seed}", ')]
         found = {"ours": ours, "ours, from the cache": ours}
     for name in ("rejax", "sbx", "stable_baselines3"):
-        if name == "sbx" and task in LIMITS:
-            continue  # the zoo has no settings for it
+        if name == "sbx" and task in LIMITS or choice.only and name not in choice.only:
+            continue  # the zoo has no settings for it, or nobody wants it
         if importlib.util.find_spec(name):
             found[name] = [*worker, "--worker", name]
         else:

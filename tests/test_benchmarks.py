@@ -1,15 +1,20 @@
 """The programs of benchmarks/, each at its smallest size in a process of its own."""
 
 import importlib
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 import types
 
+import jax
 import numpy as np
 import pytest
-from conftest import QUICK, ROOT, environment, scalars, words_of
+import tyro
+from conftest import MODULES, QUICK, ROOT, environment, scalars, words_of
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -75,25 +80,34 @@ def test_sps(tmp_path):
 
 
 def test_gpu_program(tmp_path):
-    """On a CPU, without tyro, each kind but `resume`; a later failure takes no result's place."""
+    """On a CPU, without tyro, what can be short; a later failure takes no result's place."""
     out = tmp_path / "out.json"
     (tmp_path / "tyro.py").write_text("raise ImportError")
     env = environment(1) | {"PYTHONPATH": str(tmp_path)}
     program = [sys.executable, str(FOLDER / "gpu.py"), "--out", str(out)]
-    unroll = "unroll ppo_cartpole_jax 4, GAE 16"
-    stages = ["correctness ppo_cartpole", "learning swing-up 1", unroll]
+    unroll = "unroll ppo_cartpole_jax 1, GAE 1"  # as a script has it on a CPU
+    start, solve = "start CartPole, without side_by_side", "solve CartPole-v1 ours"
+    stages = ["correctness ppo_cartpole", "learning swing-up 1", unroll, start, solve]
+    stages += ["solve CartPole-v1 purejaxrl", "worlds brax"]
     command = [*program, "--smoke", "--only", *stages]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert "jax" in rows["device"]["versions"] and len(rows) == 4
+    assert "jax" in rows["device"]["versions"] and len(rows) == 8
     correctness = rows["correctness ppo_cartpole_jax"]
     assert correctness["passed"] and len(correctness["params_differ"]) == 3
     assert rows["learning swing-up 1,024"]["points"][-1][0] == 128
     assert rows[unroll]["sps"] > 0 and rows[unroll]["kernels"] > 0
-
+    assert 0 < rows[start]["seconds"]["cached"] < rows[start]["seconds"]["cold"]
+    for kind in ("cold", "cached"):
+        assert rows[start]["points"][kind]["kernels_update"] == rows[unroll]["kernels"]
+        assert rows[solve][kind]["steps"] == 128 and not rows[solve][kind]["solved"]
+    assert "skipped" in rows["solve CartPole-v1 purejaxrl"]
+    if importlib.util.find_spec("brax") is None:
+        assert rows["worlds brax_physics"]["skipped"] == "brax is not installed"
     subprocess.run([*command, "--minutes", "0"], env=env, check=True)
-    assert json.loads(out.read_text())["rows"] == rows
+    later = json.loads(out.read_text())["rows"]
+    assert all(later[name] == row or "skipped" in row for name, row in rows.items())
     assert subprocess.run(program, env=env, capture_output=True).returncode == 3  # no GPU
 
 
@@ -112,6 +126,67 @@ def test_trainings_on_a_gpu_end(monkeypatch):
             gpu.learning(types.SimpleNamespace(smoke=False), name, flags, aim)
         args = prepared.value.value
         assert 10 <= args.num_updates <= 10_000 and args.total_timesteps <= 20e6
+
+
+def test_world_on_a_gpu(monkeypatch):
+    """A row of gpu.py's `worlds`, which of a program that fails says how."""
+    pytest.importorskip("gymnax")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = importlib.import_module("gpu")
+    choice = types.SimpleNamespace(smoke=True, stage_end=time.time() + 300)
+    row = gpu.world(choice, "gymnax_minatar", "gymnax", {})
+    assert row["sps"] > 0 and row["total_timesteps"] == 128 and row["eval_return_mean"] >= 0
+    with pytest.raises(RuntimeError, match="Tetris is not"):
+        gpu.world(choice, "gymnax_minatar", "gymnax", {"env_id": "Tetris"})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", QUICK)
+def test_flags_without_tyro(name, monkeypatch):
+    """What stands in for tyro reads the flags of benchmarks and tests as tyro does."""
+    if "atari" in name:
+        pytest.importorskip("envpool")
+    path = FOLDER / "without_tyro" / "tyro.py"
+    spec = importlib.util.spec_from_file_location("without_tyro", path)
+    without_tyro = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without_tyro)
+    kind = importlib.import_module(name).Args
+    words = [*words_of(**QUICK[name]), "--no-anneal-lr", "--norm-adv", "--learning-rate", "1e-3"]
+    words += ["--target-kl=0.1", "--runs-dir", "/tmp/a=b", "--clip-coef=1", "--seed", "3"]
+    saved = kind(seed=7, gamma=0.5, anneal_lr=False)
+    resumed = ["--eval-mode", "sampled", "--anneal-lr", "--resume", "runs/x-y"]
+    for flags in ([], words, resumed):
+        for default in (None, saved):
+            expected = tyro.cli(kind, args=flags, default=default or kind())
+            assert repr(without_tyro.cli(kind, flags, default)) == repr(expected)
+    monkeypatch.setattr(sys, "argv", ["x.py", "--seed", "4"])
+    assert without_tyro.cli(kind) == kind(seed=4)
+
+
+@pytest.mark.quick
+def test_starts_without(monkeypatch):
+    """What start.py switches off is off: asked of a script as on a GPU."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    start, script = importlib.import_module("start"), MODULES[0]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [backend or "gpu"])
+    monkeypatch.setattr(script, "start_device", script.start_device)  # both come back
+    monkeypatch.setattr(script, "CPU_CORES", 16)
+    options = []
+    monkeypatch.setattr(jax, "jit", lambda function, **more: options.append(more))
+
+    def found():
+        script.program(script.Args(), script.update_seeds)
+        return script.start_device(), script.CPU_CORES > 4, "compiler_options" in options.pop()
+
+    expected = ["cpu", True, True]
+    assert list(found()) == expected
+    for place, (name, off) in enumerate(zip(start.WITHOUT, ("gpu", False, False), strict=True)):
+        start.switch_off(script, name)
+        expected[place] = off
+        assert list(found()) == expected
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_gpu_autotune_level=4"]
 
 
 def test_compare(tmp_path):
