@@ -106,7 +106,7 @@ def smooth(values, width):
 
 def draw(runs, path):
     """Return over steps, a panel for each game."""
-    import matplotlib  # here, because atari_learning.py, which imports this file, draws nothing
+    import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

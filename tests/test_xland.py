@@ -13,7 +13,7 @@ from conftest import ROOT, environment, run_main, words_of
 import ppo_minigrid_rnn as script
 
 xminigrid = pytest.importorskip("xminigrid")
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "worlds")]
+sys.path.insert(0, str(ROOT / "benchmarks" / "worlds"))
 import xland_minigrid as world  # noqa: E402
 from xland_tasks import write_tasks  # noqa: E402
 

@@ -4,9 +4,9 @@
     python benchmarks/worlds/xland_minigrid.py --env-id XLand-MiniGrid-DoorKey-8x8
 
 Needs `pip install xminigrid`. `--benchmark-id` is the name of one of its benchmarks, a download, or
-a file that its generator or benchmarks/xland_tasks.py wrote. "XLand-" before the id of one of its
-ports of MiniGrid plays those. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out
-the line with sys.path.
+a file that its generator or xland_tasks.py wrote. "XLand-" before the id of one of its ports of
+MiniGrid plays those. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line
+with sys.path.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""Returns of `worlds/mujoco_envpool.py` beside those in CleanRL's documentation.
+"""Returns of mujoco_envpool.py beside those in CleanRL's documentation.
 
     for seed in 1 2 3; do
         for id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 InvertedPendulum-v4 Humanoid-v4 Pusher-v4; do
             python benchmarks/worlds/mujoco_envpool.py --env-id $id --seed $seed --eval-episodes 100
         done
     done
-    python benchmarks/worlds_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
+    python benchmarks/worlds/compare_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
 
 Reads the summary.json of every run, writes benchmarks/results/worlds_mujoco.json, prints a table:
 of an environment the mean and the standard deviation over seeds of the mean return of sampled
@@ -23,7 +23,7 @@ import platform
 
 import numpy as np
 
-RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "worlds_mujoco.json"
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results" / "worlds_mujoco.json"
 CLEANRL = {  # mean and deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
     "HalfCheetah-v4": (1442.64, 46.03),
     "Hopper-v4": (2382.86, 271.74),
