@@ -4,8 +4,8 @@
     python benchmarks/worlds/craftax_classic_rnn.py --eval runs/<run_name>
 
 Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
-health changes by. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line with
-sys.path.
+health changes by. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line
+with sys.path.
 """
 
 import dataclasses
