@@ -3,8 +3,8 @@
     python benchmarks/worlds/craftax_classic.py --seed 2
     python benchmarks/worlds/craftax_classic.py --eval runs/<run_name>
 
-Needs `pip install craftax`. The return is the number of achievements, of 22, and up to 0.1 for each
-point of health. A new map takes as long as a hundred steps, so `starts_per_update` asks for a few
+Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
+health changes by. A new map takes far longer than a step, so `starts_per_update` asks for a few
 start states instead of one for every step. To use it elsewhere, copy it beside ppo_cartpole_jax.py
 and leave out the line with sys.path.
 """

@@ -3,9 +3,9 @@
     python benchmarks/worlds/craftax_classic_rnn.py --seed 2
     python benchmarks/worlds/craftax_classic_rnn.py --eval runs/<run_name>
 
-Needs `pip install craftax`. The return is the number of achievements, of 22, and up to 0.1 for each
-point of health. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line with
-sys.path.
+Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
+health changes by. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line
+with sys.path.
 """
 
 import dataclasses
