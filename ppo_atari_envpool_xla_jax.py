@@ -1521,14 +1521,16 @@ def main(words=None):
     start = time.perf_counter()
     numbers = input_numbers(args)
     init = program(args, init_states, level=0, device=start_device())  # runs once
-    like = jax.eval_shape(init, numbers)
     # What was killed before its first checkpoint begins, too.
     begun = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
+    with jax.default_device(start_device()):
+        like = jax.eval_shape(init, numbers)
+        state = load_checkpoint(run_dir, like) if begun else init(numbers)
+    state = jax.device_put(state, jax.devices()[0])
+    if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+        print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
+        return
     if begun:
-        state = load_checkpoint(run_dir, like)
-        if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
-            print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
-            return
         print("environments cannot be saved: all episodes start anew")
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.num_envs))
@@ -1550,9 +1552,6 @@ def main(words=None):
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    if not begun:  # computed where its input is
-        state = init(jax.device_put(numbers, start_device()))
-        state = jax.device_put(state, jax.devices()[0])
     state = start_episodes(args, env, pool, state)
     # Not for the cache: the program names the pool's address in the memory of this process.
     limit = jax.config.jax_persistent_cache_min_compile_time_secs

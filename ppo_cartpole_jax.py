@@ -1473,15 +1473,16 @@ def main(words=None):
     init = program(args, init_states, level=0, device=start_device())  # runs once
     run_update = program(args, update_seeds, donate_argnums=1)
     run_evaluation = program(args, evaluate_seeds)
-    # All are traced before the first is compiled: mistakes in shapes show at once.
-    like = jax.eval_shape(init, numbers)
     # What was killed before its first checkpoint begins, too.
     begun = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
-    if begun:
-        state = load_checkpoint(run_dir, like)
-        if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
-            print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
-            return
+    with jax.default_device(start_device()):
+        like = jax.eval_shape(init, numbers)
+        state = load_checkpoint(run_dir, like) if begun else init(numbers)
+    state = jax.device_put(state, jax.devices()[0])
+    if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+        print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
+        return
+    # All are traced before the first is compiled: mistakes in shapes show at once.
     traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
@@ -1490,9 +1491,6 @@ def main(words=None):
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    if not begun:  # computed where its input is
-        state = init(jax.device_put(numbers, start_device()))
-        state = jax.device_put(state, jax.devices()[0])
     if not jax.config.jax_disable_jit:  # with which people debug
         if CPU_CORES > 4:  # side by side
             lowered = [trace.lower() for trace in traced]

@@ -2469,22 +2469,21 @@ def main(words=None):
     layout = dict(donate_argnums=1, out_shardings=(placed, everywhere))
     run_update = program(args, update_seeds, **layout)
     run_evaluation = program(args, evaluate_seeds, out_shardings=everywhere)
-    # All are traced before the first is compiled: mistakes in shapes show at once.
-    like = jax.eval_shape(init, numbers)
     # What was killed before its first checkpoint begins, too.
     begun = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
-    if begun:
-        state = load_checkpoint(run_dir, like)
-        if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
-            print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
-            return
+    with jax.default_device(start_device()):
+        like = jax.eval_shape(init, numbers)
+        state = load_checkpoint(run_dir, like) if begun else init(numbers)
+    place = jax.jit(lambda state: state, out_shardings=placed)
+    like, state = jax.eval_shape(place, like), place(state)
+    if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+        print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
+        return
+    # All are traced before the first is compiled: mistakes in shapes show at once.
     with jax.set_mesh(mesh):  # for `spread`
         traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
-    if not begun:  # computed where its input is
-        state = init(jax.device_put(numbers, start_device()))
-    state = jax.device_put(state, placed)
     if jax.process_index() > 0:
         scratch = tempfile.TemporaryDirectory()
         run_dir = pathlib.Path(scratch.name, name)
