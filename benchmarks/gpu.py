@@ -128,7 +128,8 @@ def stand_in_for_unused():
     except ImportError:
         folder = str(ROOT / "benchmarks" / "without_tyro")
         sys.path.insert(0, folder)
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        folders = [folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     for name in UNUSED:
         try:
             importlib.import_module(name)
@@ -360,7 +361,7 @@ def measurements(choice):
             yield label, functools.partial(unroll, choice, name, steps, gae_steps)
     for without in ("", *start.WITHOUT):
         for label, (name, flags) in STARTED.items():
-            label = f"start {label}, without {without or 'nothing'}"
+            label = f"start {label}, {f'without {without}' if without else 'as it is'}"
             yield label, functools.partial(start_of, choice, name, flags, without)
     for task in ("CartPole-v1", "Empty-8x8", "DoorKey-6x6"):
         for name in SOLVED:
