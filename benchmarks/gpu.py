@@ -333,7 +333,8 @@ def world(choice, name, package, flags):
         limit = choice.stage_end - time.time()
         result = subprocess.run(command, cwd=folder, timeout=limit, **options)
         if result.returncode != 0:
-            raise RuntimeError(result.stderr)
+            text = result.stdout + result.stderr
+            raise RuntimeError(f"{name} ended with {result.returncode}: {text[-1500:]}")
         (path,) = pathlib.Path(folder, "runs").glob("*/summary.json")
         summary = json.loads(path.read_text())
     return {"flags": flags} | {key: summary[key] for key in REPORTED}
