@@ -106,10 +106,13 @@ def test_gymnax_step_by_step(world):
     assert ends > 5 and limits > 2
 
 
-def test_convolution(world):
+def test_convolution():
     """Patches and a product are XLA's convolution of pictures [M, Y, X, C]."""
+    needs("pgx_minatar")
+    import pgx_minatar as world
+
     key, args = jax.random.key(1), world.Args()
-    params = world.init_agent(args, key, world.Gymnax("Breakout-MinAtar"))
+    params = world.init_agent(args, key, world.Pgx("minatar-breakout"))
     obs = jax.random.uniform(key, (5, 10, 10, 4))
     kernel = params["conv"]["w"].reshape(16, 3, 3, 4).transpose(1, 2, 3, 0)
     axes = ("NHWC", "HWIO", "NHWC")
@@ -122,8 +125,5 @@ def test_convolution(world):
 
 
 def test_programs():
-    """Each is there, and those for MinAtar have one network."""
-    texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-    assert PACKAGES.keys() <= texts.keys()
-    network = lambda text: text[text.index("def init_agent") : text.index("if __name__")]
-    assert network(texts["gymnax_minatar"]) == network(texts["pgx_minatar"])
+    """Each is there."""
+    assert PACKAGES.keys() <= {path.stem for path in FOLDER.glob("*.py")}

@@ -78,7 +78,6 @@ def craftax(env_id):
 
 if __name__ == "__main__":
     ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: craftax(args.env_id)
-    ppo.full_id = lambda env_id: env_id  # not a MiniGrid's
     try:
         ppo.main()
     except ppo.Problem as problem:
