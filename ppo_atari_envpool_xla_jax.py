@@ -1534,7 +1534,7 @@ def main(words=None):
         print("environments cannot be saved: all episodes start anew")
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.num_envs))
-    # All are traced before the first is compiled: mistakes in shapes show at once.
+    # All are traced before the update is compiled: mistakes in shapes show at once.
     like = jax.eval_shape(functools.partial(start_episodes, args, env, pool), like)
 
     def update_seeds(args, state):

@@ -962,7 +962,6 @@ def evaluate(args, params, key):
     env, num_envs = make_env(args), args.eval_episodes
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
-    step_keys = jax.random.split(step_key, env.max_episode_steps)
 
     def is_playing(carry):
         t, playing, _, _, _ = carry
@@ -971,7 +970,7 @@ def evaluate(args, params, key):
     def env_step(carry):
         t, playing, state, sums, states = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(step_keys[t], num_envs + 1)
+        keys = jax.random.split(jax.random.fold_in(step_key, t), num_envs + 1)
         action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
         state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
         returns, lengths, info = sums
@@ -1482,7 +1481,7 @@ def main(words=None):
     if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
         print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
         return
-    # All are traced before the first is compiled: mistakes in shapes show at once.
+    # All are traced before the update is compiled: mistakes in shapes show at once.
     traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)

@@ -2479,7 +2479,7 @@ def main(words=None):
     if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
         print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
         return
-    # All are traced before the first is compiled: mistakes in shapes show at once.
+    # All are traced before the update is compiled: mistakes in shapes show at once.
     with jax.set_mesh(mesh):  # for `spread`
         traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
     if args.track:

@@ -1114,7 +1114,6 @@ def evaluate(args, params, key):
         reset_key, step_key = jax.random.split(kind_key)
         starts.append(jax.vmap(kind.reset)(jax.random.split(reset_key, args.eval_episodes)))
     start_state = jax.tree.map(lambda *x: jnp.concatenate(x), *starts)
-    step_keys = jax.random.split(step_key, env.max_episode_steps)
     drawn = np.array([*range(0, num_envs, args.eval_episodes), args.eval_episodes - 1])
 
     def is_playing(carry):
@@ -1124,7 +1123,7 @@ def evaluate(args, params, key):
     def env_step(carry):
         t, playing, state, sums, states = carry
         dist, _ = forward(args, params, jax.vmap(env.observe)(state))
-        keys = jax.random.split(step_keys[t], num_envs + 1)
+        keys = jax.random.split(jax.random.fold_in(step_key, t), num_envs + 1)
         action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
         state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
         returns, lengths, held, info = sums
@@ -1663,7 +1662,7 @@ def main(words=None):
     if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
         print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
         return
-    # All are traced before the first is compiled: mistakes in shapes show at once.
+    # All are traced before the update is compiled: mistakes in shapes show at once.
     traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)

@@ -207,7 +207,7 @@ def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch
 @having("program")
 @pytest.mark.quick
 def test_wrong_evaluation_is_noticed_before_compilation(script, tmp_path, monkeypatch):
-    """All programs are traced before one is compiled, and before a folder is made."""
+    """All programs are traced before the update is compiled, and before a folder is made."""
 
     def wrong(*inputs):
         raise TypeError("of my own")
@@ -226,7 +226,7 @@ def test_wrong_evaluation_is_noticed_before_compilation(script, tmp_path, monkey
             script.main(quick_words(script, tmp_path))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert not {"jit(init_states)", "jit(update_seeds)"} & set(compiled)
+    assert "jit(update_seeds)" not in compiled
     assert not list(tmp_path.iterdir())
 
 

@@ -42,7 +42,7 @@ DIFFERENT = {
     "evaluation_scores": ("ABCD", "success rates, games that report nothing else"),
     "evaluation_summary": ("AAAB", "protocols of evaluation"),
     "describe": ("AAAB", "protocols of evaluation"),
-    "try_video": ("AABA", "several processes"),
+    "try_video": ("AABC", "several processes; Atari's `Evaluation` names its episode"),
     "evaluate_run": ("AABC", "agents of trials, emulators on the host"),
     "main": ("AABC", "several processes, a pool of emulators"),
 }
