@@ -624,7 +624,8 @@ def trajectory_values(args, env, params, trajectory):
     The successor of a step is the observation of the next one, unless the episode was truncated:
     then it is the last observation of that episode. (Where it terminated there is none, and
     `compute_gae` ignores what stands here.) An environment is truncated at most once in
-    `max_episode_steps` steps: W observations more of each are enough, usually one.
+    `max_episode_steps` steps: W observations more of each are enough, usually one. (Which they are
+    shows only at the end, so the trajectory keeps all successors: twice the memory of `obs`.)
     """
 
     # The W steps of each environment that were truncated or, where fewer were, any others.
@@ -1463,7 +1464,7 @@ def main(words=None):
     if args.eval is not None:
         return evaluate_run(args)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
-    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
+    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name.replace("/", "-")))
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
     # --- Start, or go on ---

@@ -2457,7 +2457,7 @@ def main(words=None):
     if args.eval is not None:
         return evaluate_run(args)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
-    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name))
+    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name.replace("/", "-")))
     video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
 
     # --- Start, or go on ---

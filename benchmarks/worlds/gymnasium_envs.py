@@ -1,10 +1,11 @@
 """Gymnasium's environments, and your own in Python, in Atari's script.
 
     python benchmarks/worlds/gymnasium_envs.py --env-id LunarLander-v3 --seed 2
-    python benchmarks/worlds/gymnasium_envs.py --env-id my_module:Mine-v0
+    PYTHONPATH=. python benchmarks/worlds/gymnasium_envs.py --env-id my_module:Mine-v0
 
 Install Gymnasium with what the environment needs: `pip install "gymnasium[box2d]"`. A class of your
-own, a `gymnasium.Env`, gets in by a name. Its module can be named as above, or
+own, a `gymnasium.Env`, gets in by a name that its module registers. That module, of the current
+folder, is named as above, or
 
     import gymnasium
     import gymnasium_envs
@@ -69,10 +70,10 @@ class Gymnasium(control.Vectors):
         self.make = functools.partial(gymnasium.make, args.env_id)
         try:
             env = self.make()
-        except gymnasium.error.Error as error:
+        except (gymnasium.error.Error, ImportError) as error:
             raise control.ppo.Problem(f"--env-id {args.env_id}: {error}") from error
         self.observation_space, self.action_space = env.observation_space, env.action_space
-        if "rgb_array" in env.metadata["render_modes"]:
+        if "rgb_array" in env.metadata.get("render_modes", ()):
             self.render = lambda pool, obs: pool.envs.envs[0].render()
 
     def make_pool(self, seeds, evaluation=False, **options):
