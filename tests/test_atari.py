@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import signal
 
 import flax.linen as nn
@@ -12,7 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MODULES, arrays_of, having, quick_args, run_main, run_of, scalars, words_of
+from conftest import (
+    MODULES,
+    QUICK,
+    arrays_of,
+    finish,
+    having,
+    quick_args,
+    run_main,
+    run_of,
+    scalars,
+    words_of,
+)
 
 pytestmark = having("start_episodes")
 script = next((module for module in MODULES if hasattr(module, "start_episodes")), None)
@@ -633,13 +643,12 @@ def test_results_of_two_seeds_tell_mode_and_protocol(tmp_path, capsys):
 
 def test_compilation_cache_is_off_for_pools(tmp_path):
     """The program that steps a pool is not written, others are."""
-    folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    before, limit = set(os.listdir(folder)), jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    run_main(script, tmp_path, num_envs=3, total_timesteps=12)  # sizes that no other test has
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
-    written = {name.partition("-")[0] for name in set(os.listdir(folder)) - before}
+    cache = tmp_path / "cache"
+    env = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    options = QUICK[script.__name__] | dict(total_timesteps=16)
+    finish(script, tmp_path, env=env, **options)
+    written = {path.name.partition("-")[0] for path in cache.iterdir()}
     assert "jit_init_states" in written and "jit_update_seeds" not in written
 
 
