@@ -2481,7 +2481,8 @@ def main(words=None):
         return
     # All are traced before the update is compiled: mistakes in shapes show at once.
     with jax.set_mesh(mesh):  # for `spread`
-        traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
+        traced = [run_update.trace(numbers, like)]
+    traced.append(run_evaluation.trace(numbers, like.params))
     if args.track:
         start_tracking(args, run_dir)
     if jax.process_index() > 0:

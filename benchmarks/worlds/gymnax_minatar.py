@@ -5,9 +5,8 @@
 
 Needs `pip install gymnax six`. Breakout, Freeway, SpaceInvaders and Asterix; whatever else
 gymnax has with discrete actions does, too. The flags are those of PureJaxRL's notebook on MinAtar.
-With the convolution of pgx_minatar.py Breakout's second seed learned no more, and took five times
-as long. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave out the line with
-sys.path.
+pgx_minatar.py has a convolution. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave
+out the line with sys.path.
 """
 
 import dataclasses
