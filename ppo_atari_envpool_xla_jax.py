@@ -1111,9 +1111,12 @@ def input_numbers(args):
 
 
 def start_device():
-    """Where initialisation runs: on the CPU, which compiles it soonest, if JAX_PLATFORMS has it."""
-    has_cpu = "cpu" in (jax.config.jax_platforms or "cpu")
-    return jax.local_devices(backend="cpu" if has_cpu else None)[0]
+    """Where initialisation runs: on the CPU, which compiles it soonest, if JAX_PLATFORMS has it.
+
+    None where all else runs there, too: what JAX has traced for a named device it traces again.
+    """
+    has_cpu = "cpu" in (jax.config.jax_platforms or "cpu") and jax.default_backend() != "cpu"
+    return jax.local_devices(backend="cpu")[0] if has_cpu else None
 
 
 def program(args, function, level=2, device=None, **options):

@@ -605,11 +605,11 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Then begin a new one ---
-        takes = jnp.ones_like(done) if pool_size is None else done
-        place = (num_taken + jnp.cumsum(takes) - 1) % len(reset_keys)
+        order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
+        place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
         env_state = select(done, start_state, next_state)
-        num_taken += takes.sum(dtype=jnp.int32)
+        num_taken += order[-1] + 1
         return (env_state, restart_ended(done, stats), num_taken), transition
 
     carry, inputs = (env_state, stats, jnp.int32(0)), (keys[:, 0], step_keys)
@@ -1065,9 +1065,12 @@ def input_numbers(args):
 
 
 def start_device():
-    """Where initialisation runs: on the CPU, which compiles it soonest, if JAX_PLATFORMS has it."""
-    has_cpu = "cpu" in (jax.config.jax_platforms or "cpu")
-    return jax.local_devices(backend="cpu" if has_cpu else None)[0]
+    """Where initialisation runs: on the CPU, which compiles it soonest, if JAX_PLATFORMS has it.
+
+    None where all else runs there, too: what JAX has traced for a named device it traces again.
+    """
+    has_cpu = "cpu" in (jax.config.jax_platforms or "cpu") and jax.default_backend() != "cpu"
+    return jax.local_devices(backend="cpu")[0] if has_cpu else None
 
 
 def program(args, function, level=2, device=None, **options):

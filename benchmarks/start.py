@@ -47,7 +47,7 @@ def kernels(compiled):
 def switch_off(script, without):
     """Takes one of WITHOUT from a script, before JAX looks for devices."""
     if without == "init_on_cpu":
-        script.start_device = lambda: jax.local_devices()[0]
+        script.start_device = lambda: None
     elif without == "side_by_side":
         script.CPU_CORES = 4  # no more than this compile in turn
     elif without == "untuned":  # XLA's default: a GPU tries out products of matrices

@@ -3,6 +3,8 @@ r"""Seconds and steps until a task is solved, as whole processes, beside other p
     python benchmarks/time_to_solve.py --purejaxrl FOLDER --xland FOLDER --cleanrl FOLDER \
         --cleanrl-python PYTHON
     python benchmarks/time_to_solve.py --tasks CartPole-v1 --only ours rejax --seeds 1 --out FILE
+    python benchmarks/time_to_solve.py --tasks HalfCheetah-v4 Hopper-v4 LunarLander-v3 --seeds 1 \
+        --cleanrl FOLDER --cleanrl-python PYTHON
 
 A task is solved when the mean return of training's last episodes reaches the threshold: ours takes
 the last one of each environment (64 in CartPole, 128 in Pendulum), the others' 64 last ones. Rejax
@@ -21,6 +23,12 @@ nearly all episodes; it counts once the steps suffice for 64 episodes of full le
 that end first are the lucky ones. Rejax plays NAVIX's levels, where episodes end after 100 steps;
 its configurations are those of the nearest ones that it has, Empty-Random-8x8 and DoorKey-8x8, but
 for the interval between evaluations and DoorKey's length.
+
+MuJoCo's thresholds are the returns that CleanRL's documentation has after a million steps. Ours are
+worlds/mujoco_envpool.py and worlds/gymnasium_envs.py, which print the last episode of each
+environment: of the one in MuJoCo 32 lines count, of the 16 in LunarLander four, about as many steps
+as 64 episodes. The zoo's settings for MuJoCo are those of its -v3. CleanRL, of an older Gymnasium,
+plays LunarLander-v2.
 
 Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
 it, and needs distrax, as does XLand-MiniGrid's trainer; CleanRL's `ppo.py` is a clone's, and needs
@@ -50,6 +58,12 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "time_to_solve.json"
 THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200, "Empty-8x8": 0.9, "DoorKey-6x6": 0.9}
+WORLDS = {  # what ours is, how many of its lines count, what CleanRL's is and calls it
+    "HalfCheetah-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "HalfCheetah-v4"),
+    "Hopper-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "Hopper-v4"),
+    "LunarLander-v3": ("gymnasium_envs", 4, "ppo.py", "LunarLander-v2"),
+}
+THRESHOLDS |= {"HalfCheetah-v4": 1443, "Hopper-v4": 2383, "LunarLander-v3": 200}
 LIMITS = {"Empty-8x8": 256, "DoorKey-6x6": 360}  # steps of an episode in Farama's MiniGrid
 WINDOW = 64  # episodes of the mean
 # What programs print: the mean return at a step, or the return of one episode.
@@ -116,13 +130,15 @@ def sb3_worker(library, task, seed):
     """
     import importlib
 
+    import jax
+    import torch
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
 
     wrapper_class = None
     if task in LIMITS:
         import minigrid  # registers its environments
-        from stable_baselines3.common.vec_env import VecNormalize
 
         wrapper_class = minigrid.wrappers.FlatObsWrapper
         num_envs, total_timesteps = 8, 10_000_000
@@ -136,6 +152,27 @@ def sb3_worker(library, task, seed):
             n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0,
             learning_rate=lambda left: 0.001 * left, clip_range=lambda left: 0.2 * left,
         )  # fmt: skip
+    elif task == "LunarLander-v3":
+        num_envs, total_timesteps = 16, 1_000_000
+        settings = dict(
+            n_steps=1024, batch_size=64, gae_lambda=0.98, gamma=0.999, n_epochs=4, ent_coef=0.01
+        )
+    elif task in WORLDS:
+        num_envs, total_timesteps = 1, 1_000_000
+        settings = dict(n_steps=512, policy_kwargs=dict(
+            log_std_init=-2, ortho_init=False, net_arch=dict(pi=[256, 256], vf=[256, 256]),
+            activation_fn=jax.nn.relu if library == "sbx" else torch.nn.ReLU,
+        ))  # fmt: skip
+        settings |= {
+            "HalfCheetah-v4": dict(
+                batch_size=64, gamma=0.98, learning_rate=2.0633e-05, ent_coef=0.000401762,
+                clip_range=0.1, n_epochs=20, gae_lambda=0.92, max_grad_norm=0.8, vf_coef=0.58096,
+            ),
+            "Hopper-v4": dict(
+                batch_size=32, gamma=0.999, learning_rate=9.80828e-05, ent_coef=0.00229519,
+                clip_range=0.2, n_epochs=5, gae_lambda=0.99, max_grad_norm=0.7, vf_coef=0.835671,
+            ),
+        }[task]  # fmt: skip
     else:
         num_envs, total_timesteps = 4, 100_000
         settings = dict(
@@ -158,7 +195,7 @@ def sb3_worker(library, task, seed):
     ppo = importlib.import_module(library).PPO
     env_id = f"MiniGrid-{task}-v0" if task in LIMITS else task
     envs = make_vec_env(env_id, num_envs, seed=seed, wrapper_class=wrapper_class)
-    if task in LIMITS:
+    if task in LIMITS or task.endswith("-v4"):
         envs = VecNormalize(envs)
     model = ppo("MlpPolicy", envs, seed=seed, **settings)
     model.learn(total_timesteps, callback=Show())
@@ -252,14 +289,25 @@ def commands(choice, task, seed, folder):
         if choice.cleanrl:
             script = choice.cleanrl.resolve() / "cleanrl" / "ppo.py"
             found["cleanrl"] = [choice.cleanrl_python, str(script), "--seed", str(seed)]
+    elif task in WORLDS:
+        program, _, script, env_id = WORLDS[task]
+        ours = [python, str(ROOT / "benchmarks" / "worlds" / f"{program}.py"), "--env-id", task]
+        ours += ["--seed", str(seed), "--log-interval", "1"]
+        found = {"ours": ours, "ours, from the cache": ours}
+        if choice.cleanrl:
+            script = choice.cleanrl.resolve() / "cleanrl" / script
+            found["cleanrl"] = [choice.cleanrl_python, str(script), "--seed", str(seed)]
+            found["cleanrl"] += ["--env-id", env_id]
     else:  # README's recipe
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
         (block,) = [block for block in blocks if "class Pendulum:" in block]
         ours = [python, "-c", block.replace("ppo.main([", f'ppo.main(["--seed", "{seed}", ')]
         found = {"ours": ours, "ours, from the cache": ours}
     for name in ("rejax", "sbx", "stable_baselines3"):
-        if name == "sbx" and task in LIMITS or choice.only and name not in choice.only:
-            continue  # the zoo has no settings for it, or nobody wants it
+        if name == "sbx" and task in LIMITS or name == "rejax" and task in WORLDS:
+            continue  # there are no settings for it
+        if choice.only and name not in choice.only:
+            continue
         if importlib.util.find_spec(name):
             found[name] = [*worker, "--worker", name]
         else:
@@ -267,12 +315,16 @@ def commands(choice, task, seed, folder):
     return {name: x for name, x in found.items() if not choice.only or name in choice.only}
 
 
-def clocked(command, folder, threshold, limit, cache, min_steps=0):
-    """Runs a command until it has solved the task, has ended, or the limit is over: a row."""
+def clocked(command, folder, threshold, limit, cache, min_steps=0, lines=1):
+    """Runs a command until it has solved the task, has ended, or the limit is over: a row.
+
+    Of printed means that many lines count, of single episodes WINDOW.
+    """
     env = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     if cache is None:
         env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    last, points, solved = collections.deque(maxlen=WINDOW), [], False
+    last = {MEAN: collections.deque(maxlen=lines), EPISODE: collections.deque(maxlen=WINDOW)}
+    points, solved = [], False
     output = collections.deque(maxlen=20)  # what a failing program says last
     start = time.perf_counter()
     with subprocess.Popen(
@@ -283,16 +335,14 @@ def clocked(command, folder, threshold, limit, cache, min_steps=0):
         for line in process.stdout:
             output.append(line)
             seconds = time.perf_counter() - start
-            mean, episode = MEAN.match(line), EPISODE.match(line)
-            if mean:
-                point = (seconds, int(mean[1].replace(",", "")), float(mean[2]))
-            elif episode:
-                last.append(float(episode[2]))
-                if len(last) < WINDOW:
-                    continue
-                point = (seconds, int(episode[1]), statistics.mean(last))
-            else:
+            pattern = next((pattern for pattern in last if pattern.match(line)), None)
+            if pattern is None:
                 continue
+            step, value = pattern.match(line).groups()
+            last[pattern].append(float(value))
+            if len(last[pattern]) < last[pattern].maxlen:
+                continue
+            point = seconds, int(step.replace(",", "")), statistics.mean(last[pattern])
             points.append(point)
             solved = point[2] >= threshold and point[1] >= min_steps
             if solved:
@@ -403,7 +453,8 @@ def main():
                 cached = cache if "cache" in name else None
                 limit = 10 * statistics.median(ours) if ours else 600
                 min_steps = WINDOW * LIMITS.get(task, 0)  # before, only lucky episodes have ended
-                words = command, folder, THRESHOLDS[task], limit, cached, min_steps
+                lines = WORLDS[task][1] if name.startswith("ours") and task in WORLDS else 1
+                words = command, folder, THRESHOLDS[task], limit, cached, min_steps, lines
                 if cached and seed == 1:
                     clocked(*words)  # fills it
                 row = clocked(*words)

@@ -182,7 +182,7 @@ def test_starts_without(monkeypatch):
 
     expected = ["cpu", True, True]
     assert list(found()) == expected
-    for place, (name, off) in enumerate(zip(start.WITHOUT, ("gpu", False, False), strict=True)):
+    for place, (name, off) in enumerate(zip(start.WITHOUT, (None, False, False), strict=True)):
         start.switch_off(script, name)
         expected[place] = off
         assert list(found()) == expected
@@ -356,55 +356,6 @@ def test_atari_curves(tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-# What CleanRL's scripts use of their libraries.
-CLEANRL_LIKE = """
-import sys
-import envpool
-import flax
-import gym
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax.training.train_state import TrainState
-
-assert "--num-envs 2" in " ".join(sys.argv) and "Breakout-v5" in sys.argv
-envs = envpool.make("Breakout-v5", env_type="gym", num_envs=2, episodic_life=True, seed=1)
-envs = gym.Wrapper(envs)
-assert isinstance(envs.action_space, gym.spaces.Discrete)
-assert envs.reset().shape == (2, 4, 84, 84)
-obs, reward, done, info = envs.step(np.ones(2, int))
-assert obs.shape == (2, 4, 84, 84) and done.dtype == info["TimeLimit.truncated"].dtype == bool
-
-@flax.struct.dataclass
-class Params:
-    x: jnp.ndarray
-
-state = TrainState.create(apply_fn=None, params=Params(jnp.ones(3)), tx=optax.sgd(1.0))
-assert state.apply_gradients(grads=jax.tree_map(jnp.ones_like, state.params)).params.x.sum() == 0
-handle, _, _, step = envs.env.xla()
-handle, (obs, reward, done, info) = jax.jit(step)(handle, jnp.ones(2, jnp.int32))
-assert (reward * (1 - info["TimeLimit.truncated"]) * (1 - done)).shape == (2,)
-for _ in range(9):
-    print("SPS: 7", flush=True)
-import time; time.sleep(60)  # until it is ended
-"""
-
-
-def test_atari_styles(tmp_path):
-    """A program that uses its libraries as CleanRL's do, where neither that nor PyTorch is."""
-    pytest.importorskip("envpool")
-    name = "ppo_atari_envpool_xla_jax_scan.py"
-    (tmp_path / "cleanrl").mkdir()
-    (tmp_path / "cleanrl" / name).write_text(CLEANRL_LIKE)
-    small = "--num-envs 2 --num-steps 4 --updates 1 --warmup 1 --rounds 1 --only".split()
-    words = ["--cleanrl", tmp_path, "--python", sys.executable, *small, name]
-    table = run("atari_styles", *words, "--out", tmp_path / "out.json")
-    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"].values()
-    assert row["sps"] > 0 and row["peak_memory_mb"] > 50 and f"| `{name}` |" in table
-    assert row["code_lines"] == 27
-
-
 def test_time_to_solve(tmp_path):
     """CartPole by our script; the rows of another task stay, those of this one do not."""
     pytest.importorskip("matplotlib")
@@ -440,6 +391,9 @@ for i in range(100):
     assert row["solved"] and row["steps"] == 82 and row["curve"][0][1:] == [63, 31.5]
     row = time_to_solve.clocked([sys.executable, "-c", program], tmp_path, 500, 60, None)
     assert not row["solved"] and row["steps"] == 99
+    means = "for i in range(9): print(f'{i},000 steps (3%), 5 s left, 7 SPS, return {i}')"
+    row = time_to_solve.clocked([sys.executable, "-c", means], tmp_path, 6, 60, None, lines=4)
+    assert row["solved"] and row["steps"] == 8000 and row["curve"][0][1:] == [3000, 1.5]
     silent = [sys.executable, "-c", "import time; time.sleep(60)"]  # is stopped at the limit
     row = time_to_solve.clocked(silent, tmp_path, 1, 0.5, None)
     assert not row["solved"] and 0.5 <= row["seconds"] < 30 and row["curve"] == []
