@@ -822,31 +822,6 @@ def reduce_metrics(metrics):
     return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
 
 
-def random_permutations(key, count, n):
-    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
-
-    A sort takes longer than a small network's gradients. Where n is a power of two there is a
-    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
-    halves. With few bits some orders would come up too often.
-    """
-    if n <= 256 or n & (n - 1):
-        return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
-    bits = n.bit_length() - 1
-    low, high = bits // 2, bits - bits // 2  # widths of the two halves
-
-    def mix(half, round_key, width):  # the top bits of a multiplicative hash
-        x = (half ^ round_key) * jnp.uint32(0x9E3779B1)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-        return (x ^ (x >> 13)) >> (32 - width)
-
-    index = jnp.arange(n, dtype=jnp.uint32)
-    left, right = index >> low, index & ((1 << low) - 1)
-    for left_key, right_key in jax.random.bits(key, (6, 2, count, 1), jnp.uint32):
-        left = left ^ mix(right, left_key, high)
-        right = right ^ mix(left, right_key, low)
-    return (left << low) | right
-
-
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
 
@@ -873,7 +848,8 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             )
         return (new_params, new_opt_state, active), metrics
 
-    order = random_permutations(key, args.update_epochs, len(batch.target))
+    # A sort takes next to nothing beside these gradients. (CartPole's script shuffles without one.)
+    order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
     (params, opt_state, _), metrics = jax.lax.scan(minibatch_step, carry, order)
