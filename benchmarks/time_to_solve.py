@@ -13,9 +13,9 @@ Rejax every `eval_freq` steps, XLand-MiniGrid after every update. The clock star
 so imports and compilation count; `first_seconds` is when the first return is printed. Everyone has
 the settings that he publishes: Rejax's configurations, PureJaxRL's, XLand-MiniGrid's and CleanRL's
 own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX. Programs take turns, seed by
-seed. One that takes ten times as long as ours is stopped. One that is stopped or ends without a
-solution is not started with other seeds. Nothing is compiled before, but for "ours, from the
-cache", as at every start but the first.
+seed. One that takes ten times as long as ours, or `--limit` seconds, is stopped. One that is
+stopped or ends without a solution is not started with other seeds. Nothing is compiled before, but
+for "ours, from the cache", as at every start but the first.
 
 In MiniGrid everyone plays his own port of the level, Stable-Baselines3 Farama's with the zoo's
 settings for other levels. Returns are Farama's, 1 - 0.9 steps / limit, so 0.9 needs success in
@@ -406,6 +406,7 @@ def main():
     parser.add_argument("--xland", type=pathlib.Path, help="a clone of XLand-MiniGrid")
     parser.add_argument("--cleanrl", type=pathlib.Path, help="a clone of CleanRL")
     parser.add_argument("--cleanrl-python", default=sys.executable)
+    parser.add_argument("--limit", type=float, help="seconds, instead of ten times ours")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -451,7 +452,7 @@ def main():
                 if any(not row["solved"] for row in rows):
                     continue
                 cached = cache if "cache" in name else None
-                limit = 10 * statistics.median(ours) if ours else 600
+                limit = choice.limit or (10 * statistics.median(ours) if ours else 600)
                 min_steps = WINDOW * LIMITS.get(task, 0)  # before, only lucky episodes have ended
                 lines = WORLDS[task][1] if name.startswith("ours") and task in WORLDS else 1
                 words = command, folder, THRESHOLDS[task], limit, cached, min_steps, lines
