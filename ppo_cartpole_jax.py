@@ -609,7 +609,7 @@ def rollout(args, env, params, env_state, stats, key):
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
         env_state = select(done, start_state, next_state)
-        num_taken += order[-1] + 1
+        num_taken = jnp.int32(num_taken + order[-1] + 1)
         return (env_state, restart_ended(done, stats), num_taken), transition
 
     carry, inputs = (env_state, stats, jnp.int32(0)), (keys[:, 0], step_keys)
