@@ -12,7 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import arrays_of, each_text, having, once, quick_args, run_main
+from conftest import arrays_of, having, once, quick_args, run_main
 
 
 def lowered(function, *inputs, platform, monkeypatch):
@@ -84,7 +84,7 @@ def test_evaluation(script, monkeypatch):
     assert "f64" not in text
 
 
-@each_text("main", lacking="start_episodes")
+@once("main")
 @pytest.mark.quick
 def test_initialisation_elsewhere_and_programs_side_by_side(script, tmp_path, monkeypatch):
     """On another device than training, two compilers at once: the same bits as without that."""

@@ -154,7 +154,7 @@ def test_jitted_update_equals_op_by_op(script):
 
     Once as users compile them.
     """
-    args = short_args(script, num_envs=4, num_steps=2, num_minibatches=2, update_epochs=1)
+    args = short_args(script, num_envs=4, num_steps=2, num_minibatches=1, update_epochs=1)
     state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
     update = functools.partial(script.update, args)
     together = jax.jit(update, compiler_options=USUAL_COMPILATION)(state)
