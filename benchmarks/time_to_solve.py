@@ -391,6 +391,8 @@ def draw(result, path):
         axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axes.xaxis.set_major_formatter("{x:g}")
+    for axes in panels.flat[len(tasks) :]:
+        axes.set_axis_off()
     lines = [plt.Line2D([], [], color=color, label=name) for name, color in colors.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=4)
     figure.savefig(path)
