@@ -6,6 +6,7 @@ Everything here holds one agent's functions against runs of their own.
 import dataclasses
 import doctest
 import functools
+import gc
 import json
 
 import jax
@@ -582,11 +583,15 @@ def test_with_the_checks_of_jax(script):
         envs = env, env.make_pool(script.env_seeds(args, args.num_envs))
         init = lambda: script.start_episodes(args, *envs, script.init_states(args))
     update = getattr(script, "update_seeds", script.update)
-    with jax.check_tracer_leaks(True), jax.numpy_rank_promotion("raise"):
-        state = jax.eval_shape(init)
-        jax.eval_shape(functools.partial(update, args, *envs), state)
-        if not envs:
-            jax.eval_shape(functools.partial(script.evaluate_seeds, args), state.params)
+    gc.freeze()  # each trace collects garbage: what earlier tests have left is not looked at
+    try:
+        with jax.check_tracer_leaks(True), jax.numpy_rank_promotion("raise"):
+            state = jax.eval_shape(init)
+            jax.eval_shape(functools.partial(update, args, *envs), state)
+            if not envs:
+                jax.eval_shape(functools.partial(script.evaluate_seeds, args), state.params)
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.quick
