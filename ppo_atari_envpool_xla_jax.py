@@ -1506,7 +1506,8 @@ def main(words=None):
         like = jax.eval_shape(init, numbers)
         state = load_checkpoint(run_dir, like) if begun else init(numbers)
     state = jax.device_put(state, jax.devices()[0])
-    if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+    done = int(jax.device_get(state.update)[0])
+    if done >= args.num_updates and (run_dir / "summary.json").exists():
         print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
         return
     if begun:
@@ -1542,7 +1543,6 @@ def main(words=None):
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
     # --- Train ---
-    done = int(jax.device_get(state.update)[0])
     states = [state]  # the last three: two updates may be under way
     with contextlib.closing(Logger(args, run_dir, done)) as logger:
         try:

@@ -1482,7 +1482,8 @@ def main(words=None):
         like = jax.eval_shape(init, numbers)
         state = load_checkpoint(run_dir, like) if begun else init(numbers)
     state = jax.device_put(state, jax.devices()[0])
-    if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+    done = int(jax.device_get(state.update)[0])
+    if done >= args.num_updates and (run_dir / "summary.json").exists():
         print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
         return
     # All are traced before the update is compiled: mistakes in shapes show at once.
@@ -1506,7 +1507,6 @@ def main(words=None):
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
     # --- Train ---
-    done = int(jax.device_get(state.update)[0])
     with contextlib.closing(Logger(args, run_dir, done)) as logger:
         try:
             with remembered_signals() as signals:

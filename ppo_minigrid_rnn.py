@@ -2455,7 +2455,8 @@ def main(words=None):
         state = load_checkpoint(run_dir, like) if begun else init(numbers)
     place = jax.jit(lambda state: state, out_shardings=placed)
     like, state = jax.eval_shape(place, like), place(state)
-    if state.update[0] >= args.num_updates and (run_dir / "summary.json").exists():
+    done, stop = int(jax.device_get(state.update)[0]), 0
+    if done >= args.num_updates and (run_dir / "summary.json").exists():
         print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
         return
     # All are traced before the update is compiled: mistakes in shapes show at once.
@@ -2485,7 +2486,6 @@ def main(words=None):
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
     # --- Train ---
-    done, stop = int(jax.device_get(state.update)[0]), 0
     with contextlib.closing(Logger(args, run_dir, done)) as logger:
         try:
             with remembered_signals() as signals:

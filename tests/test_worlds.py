@@ -1,4 +1,4 @@
-"""benchmarks/worlds/: each program at its smallest, as a command; gymnax's rules step by step.
+"""benchmarks/worlds/: each program at its smallest; gymnax's rules step by step.
 
 Programs whose package is not installed are skipped; benchmarks/worlds/README.md says when they ran
 last.
@@ -7,14 +7,14 @@ last.
 import functools
 import importlib.util
 import json
-import subprocess
+import runpy
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, environment, run_of, words_of
+from conftest import MODULES, ROOT, run_of, words_of
 
 FOLDER = ROOT / "benchmarks" / "worlds"
 sys.path.insert(0, str(FOLDER))
@@ -37,36 +37,40 @@ def needs(program):
         pytest.skip(f"{PACKAGES[program]} is not installed")
 
 
-def run(folder, *command):
-    """Runs Python with these words in a folder; returns its standard output."""
-    command = [sys.executable, *command]
-    env = environment(1)
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def run(program, folder, monkeypatch, **options):
+    """Runs a program as from a shell, but in this process: what it replaces comes back."""
+    needs(program)
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [program, *words_of(**options)])
+        for script in MODULES:
+            for name, value in list(vars(script).items()):
+                patch.setattr(script, name, value)
+        runpy.run_path(str(FOLDER / f"{program}.py"), run_name="__main__")
+    return run_of(folder)
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("program", [name for name in PACKAGES if name != "gymnax_minatar"])
-def test_command(program, tmp_path):
+def test_command(program, tmp_path, monkeypatch):
     """Two updates and an evaluation; the run is called after its environment."""
-    needs(program)
-    run(tmp_path, str(FOLDER / f"{program}.py"), *words_of(**SMALL))
-    summary = json.loads((run_of(tmp_path) / "summary.json").read_text())
-    assert run_of(tmp_path).name.startswith(f"{summary['args']['env_id']}__{program}__1__")
+    run_dir = run(program, tmp_path, monkeypatch, **SMALL)
+    summary = summary_of(run_dir)
+    assert run_dir.name.startswith(f"{summary['args']['env_id']}__{program}__1__")
     assert summary["total_timesteps"] == 64 and summary["failed_seeds"] == []
     assert summary["eval_length_mean"] > 0
 
 
-def test_run_is_resumed(tmp_path):
-    """By the program itself, started as from a shell, with another id than its default one."""
-    needs("gymnax_minatar")
-    path = str(FOLDER / "gymnax_minatar.py")
+def test_run_is_resumed(tmp_path, monkeypatch):
+    """By the program itself, with another id than its default one."""
     game = {"env_id": "SpaceInvaders-MinAtar", "seed": 2}
-    run(tmp_path, path, *words_of(**SMALL | game))
-    run_dir = run_of(tmp_path)
+    run_dir = run("gymnax_minatar", tmp_path, monkeypatch, **SMALL | game)
     assert run_dir.name.startswith("SpaceInvaders-MinAtar__gymnax_minatar__2__")
-    run(tmp_path, path, "--resume", str(run_dir), "--total-timesteps", "96")
-    assert json.loads((run_dir / "summary.json").read_text())["total_timesteps"] == 96
+    run("gymnax_minatar", tmp_path, monkeypatch, resume=run_dir, total_timesteps=96)
+    assert summary_of(run_dir)["total_timesteps"] == 96
 
 
 @pytest.fixture

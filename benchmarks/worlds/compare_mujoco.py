@@ -10,7 +10,11 @@
 Reads the summary.json of every run, writes benchmarks/results/worlds_mujoco.json, prints a table:
 of an environment the mean and the standard deviation over seeds of the mean return of sampled
 episodes after training. CleanRL's numbers are from its page of ppo_continuous_action.py: one
-million steps, three seeds.
+million steps, three seeds. Runs of that script on the machine itself are read from their event
+files, of each the last 100 episodes of training:
+
+    python cleanrl/ppo_continuous_action.py --env-id Humanoid-v4 --seed 1  # in a clone of CleanRL
+    ... --cleanrl CLONE/runs/Humanoid-v4__ppo_continuous_action__*
 """
 
 import argparse
@@ -22,6 +26,7 @@ import pathlib
 import platform
 
 import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results" / "worlds_mujoco.json"
 CLEANRL = {  # mean and deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
@@ -41,10 +46,19 @@ def read_run(summary):
     return {"seed": summary["args"]["seed"]} | {key: summary[key] for key in keys}
 
 
+def read_cleanrl(folder):
+    """(environment id, what is kept) of a run of CleanRL's, whose name has id and seed."""
+    env_id, _, seed, _ = folder.name.split("__")
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    returns = [event.value for event in events.Scalars("charts/episodic_return")]
+    return env_id, {"seed": int(seed), "episodes": 100, "return_mean": np.mean(returns[-100:])}
+
+
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("runs", nargs="+", type=pathlib.Path)
+    parser.add_argument("--cleanrl", nargs="*", type=pathlib.Path, default=[])
     parser.add_argument("--commit", help="of the program that trained them")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
@@ -63,6 +77,7 @@ def main():
     }
     print("| environment | ours | CleanRL | seeds | steps | minutes |")
     print("| --- | --- | --- | --- | --- | --- |")
+    cleanrl_runs = [read_cleanrl(folder) for folder in choice.cleanrl]
     for env_id, cleanrl in CLEANRL.items():
         runs = [read_run(x) for x in summaries if x["args"]["env_id"] == env_id]
         runs.sort(key=lambda run: run["seed"])
@@ -75,6 +90,7 @@ def main():
             "cleanrl_return_mean": cleanrl[0],
             "cleanrl_return_std": cleanrl[1],
             "runs": runs,
+            "cleanrl_runs": [run for of, run in cleanrl_runs if of == env_id],
         }
         minutes = np.mean([run["wall_seconds"] for run in runs]) / 60
         print(
