@@ -894,8 +894,8 @@ def start_episodes(args, env, pool, state):
     shape = (args.num_seeds, args.num_envs)
     told = env.start(*pool.reset())
     obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), told)
-    zeros = jnp.zeros(shape)
-    stats = state.stats._replace(running_return=zeros, running_length=jnp.int32(zeros))
+    zeros = np.zeros(shape, np.float32)
+    stats = state.stats._replace(running_return=zeros, running_length=np.int32(zeros))
     env_state = EnvState(obs, done=zeros > 0, memory=memory)
     return state._replace(env_state=env_state, stats=stats)
 
