@@ -198,6 +198,7 @@ class Args:
 
 
 EVALUATION = 1  # sets the environments' seeds of evaluations apart from those of training
+make_spec = functools.cache(envpool.make_spec)  # a run asks for it several times
 
 
 def env_seeds(args, num_envs, *purpose):
@@ -244,7 +245,7 @@ class World:
         """
         self.args, self.options = args, options
         try:
-            spec = envpool.make_spec(args.env_id, **options)
+            spec = make_spec(args.env_id, **options)
         except Exception as error:  # no such id, or options or libraries of another family
             near = difflib.get_close_matches(args.env_id, envpool.list_all_envs(), cutoff=0.3)
             raise Problem(f"--env-id {args.env_id}: {error!r}; near it: {near}") from error
