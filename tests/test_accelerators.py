@@ -109,7 +109,6 @@ def test_initialisation_elsewhere_and_programs_side_by_side(script, tmp_path, mo
 
 
 @having("init_states")
-@pytest.mark.quick
 def test_all_platforms_begin_with_the_same_bits(script, monkeypatch):
     """Two agents, drawn one after the other as on a CPU, and as a GPU's process has them drawn."""
     init = functools.partial(script.init_states, quick_args(script, num_seeds=2))
