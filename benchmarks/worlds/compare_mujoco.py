@@ -66,9 +66,10 @@ def main():
     summaries = [json.loads(file.read_text()) for file in files if file.exists()]
     versions = {name: importlib.metadata.version(name) for name in ("envpool", "gymnasium")}
     versions |= {"python": platform.python_version(), "jax": summaries[0]["jax_version"]}
+    flags = summaries[0]["args"]  # the same in all
     results = {
         "command": "python benchmarks/worlds/mujoco_envpool.py --env-id ID --seed SEED "
-        "--eval-episodes 100",
+        f"--eval-episodes 100 --num-envs {flags['num_envs']} --num-steps {flags['num_steps']}",
         "commit": choice.commit,
         "date": datetime.date.today().isoformat(),
         "device": f"{summaries[0]['device']}, {platform.machine()}, {os.cpu_count()} cores",
