@@ -1533,7 +1533,7 @@ def main(words=None):
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    state = start_episodes(args, env, pool, state)
+    state = start_episodes(args, env, pool, state)  # after tracing, which may reset a pool
     # Not for the cache: the program names the pool's address in the memory of this process.
     limit = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
