@@ -55,8 +55,9 @@ class Pool:
         return jax.tree.map(np.float32, obs), np.float32(reward), terminated, truncated, {}
 
     def xla(self):
+        obs = jax.tree.map(np.float32, self.envs.observation_space.sample())
         reward = np.zeros(len(self.seeds), np.float32)
-        like = jax.eval_shape(lambda: (self.reset()[0], reward, reward > 0, reward > 0, {}))
+        like = (obs, reward, reward > 0, reward > 0, {})
         step = functools.partial(io_callback, self.step, like, ordered=True)
         return (), None, None, lambda handle, action: (handle, step(action))
 
