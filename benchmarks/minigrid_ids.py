@@ -3,6 +3,7 @@
     python benchmarks/minigrid_ids.py                  # all ids; goes on where it was interrupted
     python benchmarks/minigrid_ids.py MemoryS7-v0 ...  # these
     python benchmarks/minigrid_ids.py ObstructedMaze-2Q-v1 --total-timesteps 80000000
+    python benchmarks/minigrid_ids.py LavaCrossingS11N5-v0 --weights RUN  # of a smaller level
     python benchmarks/minigrid_ids.py --table          # only writes the table
 
 Every id of a family is trained for as many steps, with one seed, with the first of the family's
@@ -19,6 +20,7 @@ import pathlib
 import tempfile
 
 import jax
+import minigrid_count_bonus
 import minigrid_learning
 from minigrid_learning import EXPLORE, LONG_MISSION, MEMORY, MISSION, RARE, ROOT, script
 
@@ -117,6 +119,7 @@ def main():
     parser.add_argument("--episodes", type=int, default=512, help="of each evaluation")
     parser.add_argument("--flags", choices=SETS, help="instead of the family's sets")
     parser.add_argument("--total-timesteps", type=int, help="instead of the family's")
+    parser.add_argument("--weights", metavar="RUN", help="in another id, whose weights come first")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--page", type=pathlib.Path, default=PAGE, help="that has the table")
     folder = f"{tempfile.gettempdir()}/minigrid_ids"
@@ -132,6 +135,13 @@ def main():
 
     if choice.table:
         return write_table(read(), choice.page)
+    before = ""
+    if choice.weights:
+        with minigrid_count_bonus.installed():  # the run may have had its flag
+            smaller, params = script.load_run(choice.weights)
+        before = f" after {smaller.env_id.removeprefix('MiniGrid-')}"
+        weights = jax.tree.map(lambda x: x[0], params)
+        script.init_agent = lambda args, key, env: weights
     for attempt in range(max(len(sets) for _, sets in FAMILIES.values())):
         for env_id in choice.ids or ids:
             steps, sets = family(env_id)
@@ -139,7 +149,7 @@ def main():
             rows = read().get(env_id, {})
             if attempt >= len(sets) or rows and best(rows)[1]["success_rate"] >= GOOD:
                 continue
-            name, options = sets[attempt], dict(SETS[sets[attempt]])
+            name, options = sets[attempt] + before, dict(SETS[sets[attempt]])
             if choice.total_timesteps:
                 name += f" in {choice.total_timesteps:,} steps"
             if name in rows:

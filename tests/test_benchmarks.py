@@ -1,5 +1,6 @@
 """The programs of benchmarks/, each at its smallest size in a process of its own."""
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import MODULES, QUICK, ROOT, environment, scalars, words_of
+from conftest import MODULES, QUICK, ROOT, arrays_of, environment, scalars, words_of
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -282,6 +283,40 @@ def test_minigrid_ids(tmp_path):
     minutes = f"{row['train_seconds'] / 60:.0f}"
     success = f"{row['success_rate']:.3f}"
     assert f"| long mission, best of 2 | 16,384 | - | {minutes} | {success} |" in line
+
+
+def test_minigrid_ids_begins_with_weights(tmp_path, monkeypatch):
+    """Those of a run in another id are the agent's; the row is called so."""
+    pytest.importorskip("minigrid")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    program = importlib.import_module("minigrid_ids")
+    script = program.script
+    monkeypatch.setattr(script, "init_agent", script.init_agent)  # is put back
+    args = script.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=16, rnn_hidden_dim=8)
+    run_dir, began = tmp_path / "run", []
+    run_dir.mkdir()
+    script.save_checkpoint(run_dir, jax.jit(functools.partial(script.init_states, args))())
+    script.write_json(run_dir / "args.json", vars(args))
+
+    def trained(env_id, options, choice):
+        args = script.Args(env_id=env_id, rnn_hidden_dim=8)
+        began.append(script.init_agent(args, jax.random.key(5), script.make_env(args)))
+        row = dict(args={}, total_timesteps=1, train_seconds=1.0, device="cpu", success_rate=1.0)
+        return row | {"farama_success_rate": 1.0, "steps_to_0.9": None}
+
+    monkeypatch.setattr(program.minigrid_learning, "run", trained)
+    page = tmp_path / "page.md"
+    page.write_text(program.PAGE.read_text())
+    words = ["DoorKey-5x5-v0", "--weights", run_dir, "--out", tmp_path / "out.json", "--page", page]
+    monkeypatch.setattr(sys, "argv", ["minigrid_ids.py", *map(str, words)])
+    program.main()
+    saved = {name: x for name, x in arrays_of(run_dir).items() if name.startswith("params/")}
+    (params,) = began
+    leaves = script.named_arrays({"params": params})
+    assert leaves.keys() == saved.keys()
+    for name, (x,) in saved.items():
+        np.testing.assert_array_equal(leaves[name], x)
+    assert "| DoorKey-5x5-v0 | default after Empty-5x5-v0 | 1 |" in page.read_text()
 
 
 def test_cut_recurrence():
