@@ -13,8 +13,8 @@
     python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluate a run, record a video
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
-environments x 128 steps, four passes over each batch. (Values are not clipped there either,
-whatever the flag says. Steps that only reset are learned from, and the time limit is an end.) A
+environments x 128 steps, four passes over each batch. (There values are not clipped either,
+whatever the flag says, steps that only reset are learned from, and the time limit is an end.) A
 step is one decision of the agent, four frames of the console. One pass learns less from a step, but
 takes less than half of the time: with `--update-epochs 1 --num-minibatches 16 --total-timesteps
 5e6`, Breakout reached a return of 248 in 4.4 hours on one CPU core, Pong 17 in 2.1. Pong reached 20
@@ -38,7 +38,7 @@ The loss stops each sample from pushing the policy far from the one that played 
 samples serve for many steps. One pool of emulators plays for all agents: `rollout` and `update` are
 of K agents. `learn`, all after the rollout, is of one agent and pure. All above the banner
 "Running" is reinforcement learning; what is below runs it. (Of that it uses `over_seeds`, one agent
-after the other or all at once, `program`, a jit, `evaluation_keys`, and `Problem`.)
+after the other or all at once, `evaluation_keys`, and `Problem`.)
 
 The class `Atari` and the network are all that is Atari's. EnvPool's other families and environments
 in Python, such as Gymnasium's, take their place: see `World`.
@@ -113,7 +113,7 @@ class Args:
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """draw actions, or take the likeliest, which may wait for ever to press FIRE"""
+    """draw actions, or take the likeliest, which in whole games may never press FIRE"""
     eval_protocol: Literal["training", "whole-games"] = "training"
     """training: the step after a lost life only resets, as in training; whole-games: none does"""
     capture_video: bool = False
@@ -144,8 +144,8 @@ class Args:
     """parallel environments of each agent"""
 
     # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
-    # parts of the program. The number of steps is a float for this, and to be written 1e6.
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
+    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
 
     # Algorithm
     total_timesteps: float = 10_000_000.0
@@ -230,10 +230,10 @@ class World:
     | video_options, render           | videos; there are none without the two                     |
 
     A pool must reset late, as `rollout` draws it (Gymnasium's AutoresetMode.NEXT_STEP), and outlive
-    all that steps it. For environments in Python `jax.experimental.io_callback` makes `xla()`.
-    Training is traced before it starts, but the host steps the evaluation's pool: try a new world
-    with few steps. A recurrent agent's memory is to be reset at the first step after one that is
-    not `valid`.
+    all that steps it. For environments in Python `jax.experimental.io_callback` makes `xla()`,
+    which resets nothing. Training is traced before it starts, but the host steps the evaluation's
+    pool: try a new world with few steps. A recurrent agent's memory is to be reset at the first
+    step after one that is not `valid`.
     """
 
     eval_setting = {}
@@ -780,7 +780,7 @@ def ppo_loss(args, params, batch):
     are large, so it is off by default. The entropy bonus keeps the policy from becoming certain
     before it has tried all actions.
 
-    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
+    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy
     that falls slowly from log(num_actions), explained_variance that rises towards 1.
     """
     dist, value = forward(args, params, batch.obs)
@@ -838,16 +838,12 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             advantage = normalize(minibatch.advantage, minibatch.valid)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
-        new_params, new_opt_state, norm = optimizer_update(
-            args, grads, opt_state, params, learning_rate
-        )
+        *new, norm = optimizer_update(args, grads, opt_state, params, learning_rate)
         metrics["losses/grad_norm"] = norm
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
-            new_params, new_opt_state = jax.tree.map(
-                functools.partial(jnp.where, active), (new_params, new_opt_state), carry[:2]
-            )
-        return (new_params, new_opt_state, active), metrics
+            new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
+        return (*new, active), metrics
 
     # A sort takes next to nothing beside these gradients. (CartPole's script shuffles without one.)
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
@@ -1142,20 +1138,16 @@ def write_json(path, content):
     write_file(path, f"{text}\n".encode())
 
 
-def is_key(leaf):
-    """Whether an array holds PRNG keys, of which a checkpoint holds the data."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def leaf_name(path):
     """The name of an array in a checkpoint, such as stats/running_return, from its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_arrays(state):
-    """{name: plain array} of a tree."""
-    leaves = jax.tree.leaves_with_path(state)
-    return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
+    """{name: plain array} of a tree, which of PRNG keys is their data."""
+    arrays = {leaf_name(path): x for path, x in jax.tree.leaves_with_path(state)}
+    keys = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    return arrays | jax.tree.map(jax.random.key_data, keys)
 
 
 def save_checkpoint(run_dir, state):
@@ -1172,19 +1164,18 @@ def load_checkpoint(run_dir, like):
     Raises `Problem` where the file is damaged or does not fit.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
-    names = jax.eval_shape(named_arrays, like).keys()
+    wanted = jax.eval_shape(named_arrays, like)
     # Reading checks the CRC. Damaged bytes make NumPy and zipfile raise nearly anything.
     with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
-        saved = {name: file[name] for name in file if name in names}
+        saved = {name: file[name] for name in file if name in wanted}
 
     def restore(tree_path, leaf):
         name = leaf_name(tree_path)
-        want = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-        array = saved.get(name, np.zeros(0))
+        want, array = wanted[name], saved.get(name, np.zeros(0))
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
             raise Problem(f"{path} does not fit: {name} is {have}, not {want.dtype} {want.shape}")
-        return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
+        return jnp.asarray(array) if leaf.dtype == want.dtype else jax.random.wrap_key_data(array)
 
     return jax.tree.map_with_path(restore, like)
 
@@ -1246,7 +1237,7 @@ def parse_args(words=None):
     """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
-        saved = load_args(args.resume or args.eval)
+        saved = load_args(args.eval or args.resume)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
         args = tyro.cli(Args, args=words, default=dataclasses.replace(saved, cpu_cores=CPU_CORES))
         for name, old in vars(saved).items():
@@ -1283,7 +1274,7 @@ def remembered_signals():
     """A list that receives the first signal to stop; a second one ends the process.
 
     Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
-    KeyboardInterrupt is one, could come while the state is being donated.
+    KeyboardInterrupt is one, could come in the middle of an update.
     """
     received, handlers = [], {}
     # By name: Windows has only two of them.
@@ -1388,7 +1379,7 @@ class Logger:
             self.write(*row)
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
-            print(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+            tell(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
         self.failed = failed
         self.print_progress(update, metrics["charts/episodic_return"])
 
@@ -1516,15 +1507,15 @@ def main(words=None):
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.num_envs))
     # All are traced before the update is compiled: mistakes in shapes show at once.
-    like = jax.eval_shape(functools.partial(start_episodes, args, env, pool), like)
+    state = start_episodes(args, env, pool, state)
 
     def update_seeds(args, state):
         return update(args, env, pool, state)
 
     # Its input is not donated: an update may fail with the world that it steps.
-    traced = program(args, update_seeds).trace(numbers, like)
+    traced = program(args, update_seeds).trace(numbers, state)
     act = program(args, evaluation_actions)
-    jax.eval_shape(act, numbers, like.params, like.env_state.obs, 0)
+    jax.eval_shape(act, numbers, state.params, state.env_state.obs, 0)
     run_evaluation = functools.partial(evaluate, args, functools.partial(act, numbers))
     if args.track:
         start_tracking(args, run_dir)
@@ -1533,13 +1524,12 @@ def main(words=None):
     flags = vars(dataclasses.replace(args, resume=None))
     write_json(run_dir / "args.json", flags)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    state = start_episodes(args, env, pool, state)  # after tracing, which may reset a pool
     # Not for the cache: the program names the pool's address in the memory of this process.
     limit = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     run_update = traced.lower().compile()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
-    # All that comes before training, but for imports.
+    # All that comes before training, but for imports, flags and finding the device.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 
@@ -1573,7 +1563,7 @@ def main(words=None):
             for state in reversed(states):
                 with contextlib.suppress(Exception):  # of an update that has failed
                     save_checkpoint(run_dir, state._replace(env_state=None))
-                    print(f"\nsaved update {state.update[0]}; to go on: --resume {run_dir}")
+                    tell(f"\nsaved update {state.update[0]}; to go on: --resume {run_dir}")
                     break
             raise
         if logger.failed.all():

@@ -197,8 +197,8 @@ class Args:
     """units of the hidden layer of actor and critic"""
 
     # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
-    # parts of the program. The number of steps is a float for this, and to be written 1e6.
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
+    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
 
     # Algorithm
     total_timesteps: float = 300_000.0
@@ -256,8 +256,8 @@ class Args:
 # With an environment of your own delete this section but for `TrialState`, `Trials` and `make_env`,
 # which says what it needs, and the Catalogue but for the last lines, which call `main`. What is
 # MiniGrid's elsewhere: the environment's flags and `full_id` in `Args`; from CODE_LAYERS to
-# `Encoder` and the body of `encode`, without GRU_GAIN, `orthogonal` and `Dense`; the end of
-# `check_args`; `print_envs`; in `main` `list_envs`.
+# `Encoder` and the body of `encode`, without GRU_GAIN, `orthogonal` and `Dense`; `print_envs`; in
+# `main` `list_envs`.
 
 # --- Cells and words ---
 
@@ -834,9 +834,11 @@ class Trials:
         """What the environment says of the state that the last step made, before any restart."""
         return state.info
 
-    def render(self, state):
-        """Draws a state on the host."""
-        return self.env.render(state.env_state)
+    @property
+    def render(self):
+        """Draws a state on the host; there is none where the environment has none."""
+        render = self.env.render
+        return lambda state: render(state.env_state)
 
 
 def full_id(text):
@@ -1630,7 +1632,7 @@ def ppo_loss(args, params, batch):
     those of trials may be larger, and `--no-clip-vloss` better.
     The entropy bonus keeps the policy from becoming certain before it has tried all actions.
 
-    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.05 to 0.3, entropy
+    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy
     that falls from log(num_actions), explained_variance that rises towards 1. Once the task is
     solved, all but the last go towards 0; the last means little where all returns are the same.
     """
@@ -1700,16 +1702,12 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             advantage = advantage / (minibatch.advantage.std() + 1e-8)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = jax.grad(ppo_loss, argnums=1, has_aux=True)(args, params, minibatch)
-        new_params, new_opt_state, norm = optimizer_update(
-            args, grads, opt_state, params, learning_rate
-        )
+        *new, norm = optimizer_update(args, grads, opt_state, params, learning_rate)
         metrics["losses/grad_norm"] = norm
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
-            new_params, new_opt_state = jax.tree.map(
-                functools.partial(jnp.where, active), (new_params, new_opt_state), carry[:2]
-            )
-        return (new_params, new_opt_state, active), metrics
+            new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
+        return (*new, active), metrics
 
     # A sort takes next to nothing beside these gradients. (CartPole's script shuffles without one.)
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, args.num_envs), jnp.uint32))
@@ -2062,20 +2060,16 @@ def write_json(path, content):
     write_file(path, f"{text}\n".encode())
 
 
-def is_key(leaf):
-    """Whether an array holds PRNG keys, of which a checkpoint holds the data."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def leaf_name(path):
     """The name of an array in a checkpoint, such as stats/running_return, from its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_arrays(state):
-    """{name: plain array} of a tree."""
-    leaves = jax.tree.leaves_with_path(state)
-    return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
+    """{name: plain array} of a tree, which of PRNG keys is their data."""
+    arrays = {leaf_name(path): x for path, x in jax.tree.leaves_with_path(state)}
+    keys = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    return arrays | jax.tree.map(jax.random.key_data, keys)
 
 
 def save_checkpoint(run_dir, state):
@@ -2095,19 +2089,18 @@ def load_checkpoint(run_dir, like):
     Raises `Problem` where the file is damaged or does not fit.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
-    names = jax.eval_shape(named_arrays, like).keys()
+    wanted = jax.eval_shape(named_arrays, like)
     # Reading checks the CRC. Damaged bytes make NumPy and zipfile raise nearly anything.
     with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
-        saved = {name: file[name] for name in file if name in names}
+        saved = {name: file[name] for name in file if name in wanted}
 
     def restore(tree_path, leaf):
         name = leaf_name(tree_path)
-        want = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-        array = saved.get(name, np.zeros(0))
+        want, array = wanted[name], saved.get(name, np.zeros(0))
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
             raise Problem(f"{path} does not fit: {name} is {have}, not {want.dtype} {want.shape}")
-        return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
+        return jnp.asarray(array) if leaf.dtype == want.dtype else jax.random.wrap_key_data(array)
 
     return jax.tree.map_with_path(restore, like)
 
@@ -2171,7 +2164,7 @@ def parse_args(words=None):
     """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
-        saved = load_args(args.resume or args.eval)
+        saved = load_args(args.eval or args.resume)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
         args = tyro.cli(Args, args=words, default=dataclasses.replace(saved, cpu_cores=CPU_CORES))
         for name, old in vars(saved).items():
@@ -2208,7 +2201,7 @@ def remembered_signals():
     """A list that receives the first signal to stop; a second one ends the process.
 
     Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
-    KeyboardInterrupt is one, could come while the state is being donated.
+    KeyboardInterrupt is one, could come in the middle of an update.
     """
     received, handlers = [], {}
     # By name: Windows has only two of them.
@@ -2313,7 +2306,7 @@ class Logger:
             self.write(*row)
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
-            print(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+            tell(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
         self.failed = failed
         self.print_progress(update, metrics["charts/episodic_return"])
 
@@ -2429,7 +2422,9 @@ def main(words=None):
         return print_envs()
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
-    make_env(args)  # its errors show now
+    env = make_env(args)  # its errors show now
+    if args.episodes_per_trial > 1 and not isinstance(env, Trials):
+        raise Problem("--episodes-per-trial: `make_env` makes no `Trials` of this environment")
     use_compilation_cache()
     with problems(f"no JAX platform {jax.config.jax_platforms}", AssertionError, RuntimeError):
         jax.devices()
@@ -2481,7 +2476,7 @@ def main(words=None):
                 run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
         else:  # the evaluation, should it ever come, when it is called
             run_update = traced[0].lower().compile()
-    # All that comes before training, but for imports.
+    # All that comes before training, but for imports, flags and finding the device.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 

@@ -137,8 +137,8 @@ class Args:
     """parallel environments of each agent"""
 
     # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Flags of other types are
-    # parts of the program. The number of steps is a float for this, and to be written 1e6.
+    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
+    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
 
     # Algorithm
     total_timesteps: float | None = None
@@ -524,8 +524,8 @@ def bounded_log_std(spread):
 def forward(args, params, obs):
     """The policy's distribution and the values [M] of a batch of observations [M, ...].
 
-    Of pictures take patches and a product (README, "Image observations"): on a CPU XLA's gradient
-    of a convolution inside `lax.scan` is a slow loop.
+    Of pictures take patches and a product (README, "Pictures"): on a CPU XLA's gradient of a
+    convolution inside `lax.scan` is a slow loop.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     # Far beyond [-1, 1] all samples would be clipped to one action, and noise would teach nothing.
@@ -973,14 +973,12 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             advantage = advantage / (minibatch.advantage.std() + 1e-8)
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = loss_gradient(args, params, minibatch)
-        new_params, new_opt_state, norm = adam_update(args, grads, opt_state, params, learning_rate)
+        *new, norm = adam_update(args, grads, opt_state, params, learning_rate)
         metrics["losses/grad_norm"] = norm
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
-            new_params, new_opt_state = jax.tree.map(
-                functools.partial(jnp.where, active), (new_params, new_opt_state), carry[:2]
-            )
-        return (new_params, new_opt_state, active), metrics
+            new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
+        return (*new, active), metrics
 
     order = random_permutations(key, args.update_epochs, args.batch_size)
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
@@ -1298,20 +1296,16 @@ def write_json(path, content):
     write_file(path, f"{text}\n".encode())
 
 
-def is_key(leaf):
-    """Whether an array holds PRNG keys, of which a checkpoint holds the data."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def leaf_name(path):
     """The name of an array in a checkpoint, such as stats/running_return, from its path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_arrays(state):
-    """{name: plain array} of a tree."""
-    leaves = jax.tree.leaves_with_path(state)
-    return {leaf_name(p): jax.random.key_data(x) if is_key(x) else x for p, x in leaves}
+    """{name: plain array} of a tree, which of PRNG keys is their data."""
+    arrays = {leaf_name(path): x for path, x in jax.tree.leaves_with_path(state)}
+    keys = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    return arrays | jax.tree.map(jax.random.key_data, keys)
 
 
 def save_checkpoint(run_dir, state):
@@ -1328,19 +1322,18 @@ def load_checkpoint(run_dir, like):
     Raises `Problem` where the file is damaged or does not fit.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
-    names = jax.eval_shape(named_arrays, like).keys()
+    wanted = jax.eval_shape(named_arrays, like)
     # Reading checks the CRC. Damaged bytes make NumPy and zipfile raise nearly anything.
     with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
-        saved = {name: file[name] for name in file if name in names}
+        saved = {name: file[name] for name in file if name in wanted}
 
     def restore(tree_path, leaf):
         name = leaf_name(tree_path)
-        want = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-        array = saved.get(name, np.zeros(0))
+        want, array = wanted[name], saved.get(name, np.zeros(0))
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             have = f"{array.dtype} {array.shape}" if name in saved else "missing"
             raise Problem(f"{path} does not fit: {name} is {have}, not {want.dtype} {want.shape}")
-        return jax.random.wrap_key_data(array) if is_key(leaf) else jnp.asarray(array)
+        return jnp.asarray(array) if leaf.dtype == want.dtype else jax.random.wrap_key_data(array)
 
     return jax.tree.map_with_path(restore, like)
 
@@ -1401,7 +1394,7 @@ def parse_args(words=None):
     """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
-        saved = load_args(args.resume or args.eval)
+        saved = load_args(args.eval or args.resume)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
         args = tyro.cli(Args, args=words, default=dataclasses.replace(saved, cpu_cores=CPU_CORES))
         for name, old in vars(saved).items():
@@ -1438,7 +1431,7 @@ def remembered_signals():
     """A list that receives the first signal to stop; a second one ends the process.
 
     Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
-    KeyboardInterrupt is one, could come while the state is being donated.
+    KeyboardInterrupt is one, could come in the middle of an update.
     """
     received, handlers = [], {}
     # By name: Windows has only two of them.
@@ -1543,7 +1536,7 @@ class Logger:
             self.write(*row)
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
-            print(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+            tell(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
         self.failed = failed
         self.print_progress(update, metrics["charts/episodic_return"])
 
@@ -1683,7 +1676,7 @@ def main(words=None):
                 run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
         else:  # the evaluation, should it ever come, when it is called
             run_update = traced[0].lower().compile()
-    # All that comes before training, but for imports.
+    # All that comes before training, but for imports, flags and finding the device.
     compile_seconds = time.perf_counter() - start
     tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
 

@@ -756,6 +756,17 @@ def test_resume_changes_flags(script, run_copy, tmp_path, capsys):
 
 @once("parse_args")
 @pytest.mark.quick
+def test_eval_has_the_flags_of_its_run(script, tmp_path):
+    """Also beside `--resume`, which does nothing then."""
+    runs = {"resume": tmp_path / "0", "eval": tmp_path / "1"}
+    for n, path in enumerate(runs.values()):
+        path.mkdir()
+        script.write_json(path / "args.json", vars(quick_args(script, gamma=n / 2)))
+    assert script.parse_args(words_of(**runs)).gamma == 0.5
+
+
+@once("parse_args")
+@pytest.mark.quick
 def test_resume_with_another_number_of_cores(script, tmp_path, capsys):
     """It says so in a line, because a CPU rounds otherwise then; args.json has the number."""
     cores = len(os.sched_getaffinity(0))

@@ -403,6 +403,16 @@ def test_a_missing_observation_is_named():
 
 
 @pytest.mark.quick
+def test_trials_of_an_environment_of_ones_own(monkeypatch):
+    """A `make_env` that makes none is a problem; what has no `render` has none in trials either."""
+    monkeypatch.setattr(script, "make_env", lambda args: script.find_env(args.env_id))
+    with pytest.raises(script.Problem, match="^--episodes-per-trial: "):
+        script.main(["--episodes-per-trial=2"])
+    assert hasattr(script.Trials(script.find_env("Empty-5x5"), 2), "render")
+    assert not hasattr(script.Trials(object(), 2), "render")
+
+
+@pytest.mark.quick
 def test_what_the_environment_of_a_trial_reports(monkeypatch):
     """`Trials` hands on what its environment says of every step, of the last of an episode too."""
     env = script.Trials(script.find_env("Empty-5x5"), 2)
