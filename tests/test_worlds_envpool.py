@@ -92,6 +92,8 @@ def test_ids_that_cannot_be_had(capsys):
             control.main(words)
     with pytest.raises(SystemExit, match="^error: --env-id Missing-v0: "):
         gymnasium_envs.main(["--env-id", "Missing-v0"])
+    with pytest.raises(SystemExit, match=r"^error: actions are .*, not MultiDiscrete\(\[2 2\]\)"):
+        gymnasium_envs.main(["--env-id", "Corridor-v0"])
 
 
 def test_mujoco_envpool(tmp_path, capsys):
@@ -275,14 +277,18 @@ def test_environment_that_fails_in_the_middle(tmp_path, capsys):
     assert arrays_of(run_dir)["update"] == 50
 
 
-def test_gymnasium_envs(tmp_path, capsys):
-    """Continuous and discrete actions, with the agent of the program."""
+def test_gymnasium_envs(tmp_path, capsys, monkeypatch):
+    """Continuous and discrete actions, with the agent of the program; a pool is reset once."""
+    resets, reset = [], gymnasium_envs.Pool.reset
+    count = lambda pool: resets.append(pool) or reset(pool)
+    monkeypatch.setattr(gymnasium_envs.Pool, "reset", count)
     gymnasium_envs.main(small_words(tmp_path / "0", env_id="Pendulum-v1", num_seeds=2))
     gymnasium_envs.main(small_words(tmp_path / "1", env_id="CartPole-v1"))
     for n, lengths in enumerate([(200, 200), (8, 500)]):
         summary = json.loads((run_of(tmp_path / str(n)) / "summary.json").read_text())
         assert lengths[0] <= summary["eval_length_mean"] <= lengths[1]
         assert len(summary["per_seed"]["eval_return_mean"]) == 2 - n
+    assert len(resets) == len(set(map(id, resets))) == 6  # training, evaluation and video, twice
 
 
 # --------------------------------------------------------------------------------------------------

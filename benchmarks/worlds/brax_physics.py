@@ -93,9 +93,7 @@ def update_epochs_and_statistics(args, params, opt_state, batch, learning_rate, 
     return params | {"obs": new}, *rest
 
 
-@functools.cache  # it reads the model's file
-def brax(env_id, backend):
-    return Brax(env_id, backend)
+brax = functools.cache(Brax)  # it reads the model's file
 
 
 if __name__ == "__main__":

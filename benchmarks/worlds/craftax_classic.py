@@ -74,9 +74,7 @@ def init_agent(args, key, env):
     }
 
 
-@functools.cache  # it loads textures
-def craftax(env_id):
-    return Craftax(env_id)
+craftax = functools.cache(Craftax)  # it loads textures
 
 
 if __name__ == "__main__":

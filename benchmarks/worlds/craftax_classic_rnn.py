@@ -4,20 +4,18 @@
     python benchmarks/worlds/craftax_classic_rnn.py --eval runs/<run_name>
 
 Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
-health changes by. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line
-with sys.path.
+health changes by. To use it elsewhere, copy it, craftax_classic.py and the two
+scripts into one folder and leave out the lines with sys.path.
 """
 
 import dataclasses
-import functools
 import math
 import pathlib
 import sys
 from typing import Literal
 
 import flax.linen as nn
-import jax
-from craftax.craftax_env import make_craftax_env_from_name
+from craftax_classic import craftax
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import ppo_minigrid_rnn as ppo  # noqa: E402
@@ -42,38 +40,9 @@ class Args(ppo.Args):
     ent_coef: float = 0.01
 
 
-class Craftax:
-    """An environment of Craftax, without its own reset and time limit."""
-
-    starts_per_update = 64
-
-    def __init__(self, env_id):
-        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
-            self.env = make_craftax_env_from_name(env_id, auto_reset=False)
-        self.num_actions = self.env.num_actions
-        self.max_episode_steps = self.env.default_params.max_timesteps
-        # `rollout` keeps the time limit, as it tells a truncation from a termination.
-        self.params = self.env.default_params.replace(max_timesteps=2**30)
-
-    def reset(self, key):
-        return self.env.reset_env(key, self.params)[1]
-
-    def step(self, key, state, action):
-        _, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
-        return state, reward, terminated
-
-    def observe(self, state):
-        return self.env.get_obs(state)
-
-
 def encode(args, env, obs):
     """Features [F, M, T] of observations [T, M, 1345]."""
     return nn.relu(ppo.Dense(256, math.sqrt(2), name="encoder")(obs.transpose(2, 1, 0)))
-
-
-@functools.cache  # it loads textures
-def craftax(env_id):
-    return Craftax(env_id)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ folder, is named as above, or
     gymnasium.register("Mine-v0", Mine, max_episode_steps=200)
     gymnasium_envs.main(["--env-id", "Mine-v0"])
 
-The agent, with running statistics of observations and returns, is that of `mujoco_envpool.py`, for
-actions that are discrete or continuous and observations of any spaces, which are joined.
+with this folder in PYTHONPATH. Let it have a time limit: an evaluation waits for the end of its
+episodes. The agent, with running statistics of observations and returns, is `mujoco_envpool.py`'s:
+for a Discrete action or a Box of floats, and for observations that are numbers, which are joined.
+`gymnasium.wrappers.FlattenObservation` makes Discrete ones one-hot.
 """
 
 import dataclasses
@@ -43,8 +45,7 @@ class Pool:
     """Gymnasium environments with EnvPool's interface. They reset late, as EnvPool's do."""
 
     def __init__(self, make, seeds):
-        late = gymnasium.vector.AutoresetMode.NEXT_STEP
-        self.envs = gymnasium.vector.SyncVectorEnv([make] * len(seeds), autoreset_mode=late)
+        self.envs = gymnasium.vector.SyncVectorEnv([make] * len(seeds), autoreset_mode="NextStep")
         self.seeds = seeds.tolist()
 
     def reset(self):
@@ -56,10 +57,12 @@ class Pool:
 
     def xla(self):
         obs = jax.tree.map(np.float32, self.envs.observation_space.sample())
-        reward = np.zeros(len(self.seeds), np.float32)
-        like = (obs, reward, reward > 0, reward > 0, {})
-        step = functools.partial(io_callback, self.step, like, ordered=True)
-        return (), None, None, lambda handle, action: (handle, step(action))
+        done = np.zeros(len(self.seeds), bool)
+        step = functools.partial(io_callback, self.step, (obs, np.float32(done), done, done, {}))
+        return (), None, None, lambda handle, action: (handle, step(action, ordered=True))
+
+
+example_of = functools.cache(gymnasium.make)  # a run asks for its spaces several times
 
 
 class Gymnasium(control.Vectors):
@@ -70,7 +73,7 @@ class Gymnasium(control.Vectors):
     def __init__(self, args):
         self.make = functools.partial(gymnasium.make, args.env_id)
         try:
-            env = self.make()
+            env = example_of(args.env_id)
         except (gymnasium.error.Error, ImportError) as error:
             raise control.ppo.Problem(f"--env-id {args.env_id}: {error}") from error
         self.observation_space, self.action_space = env.observation_space, env.action_space

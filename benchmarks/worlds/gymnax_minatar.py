@@ -3,10 +3,10 @@
     python benchmarks/worlds/gymnax_minatar.py --env-id Breakout-MinAtar --seed 2
     python benchmarks/worlds/gymnax_minatar.py --eval runs/<run_name>
 
-Needs `pip install gymnax six`. Breakout, Freeway, SpaceInvaders and Asterix; whatever else
-gymnax has with discrete actions does, too. The flags are those of PureJaxRL's notebook on MinAtar.
-pgx_minatar.py has a convolution. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave
-out the line with sys.path.
+Needs `pip install gymnax six`. Breakout, Freeway, SpaceInvaders and Asterix; other environments
+of gymnax with discrete actions, too, whose `get_obs` needs a state alone. The flags are those of
+PureJaxRL's notebook on MinAtar. pgx_minatar.py has a convolution. To use it elsewhere, copy it
+beside ppo_cartpole_jax.py and leave out the line with sys.path.
 """
 
 import dataclasses

@@ -28,7 +28,17 @@ from ppo_swingup_jax import Gaussian, init_mlp, mlp  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(ppo.Args):
+class PoolArgs(ppo.Args):
+    """Without the flags that are Atari's alone."""
+
+    eval_protocol: Suppress[Fixed[str]] = "training"
+    max_episode_steps: Suppress[Fixed[int]] = 1
+    repeat_action_probability: Suppress[Fixed[float]] = 0.0
+    full_action_space: Suppress[Fixed[bool]] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(PoolArgs):
     """PPO on continuous control through EnvPool's XLA interface."""
 
     env_id: str = "HalfCheetah-v4"
@@ -43,11 +53,6 @@ class Args(ppo.Args):
     clip_coef: float = 0.2
     clip_vloss: bool = True
     ent_coef: float = 0.0
-    # Of Atari alone
-    eval_protocol: Suppress[Fixed[str]] = "training"
-    max_episode_steps: Suppress[Fixed[int]] = 1
-    repeat_action_probability: Suppress[Fixed[float]] = 0.0
-    full_action_space: Suppress[Fixed[bool]] = False
 
 
 class Vectors(ppo.World):
@@ -69,8 +74,11 @@ def joined(obs):
 def init_agent(args, key, env):
     """Parameters of the networks, and the statistics."""
     obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
-    obs_size, discrete = joined(obs).shape[1], hasattr(env.action_space, "n")
-    action_size = int(env.action_space.n) if discrete else math.prod(env.action_space.shape)
+    obs_size, space = joined(obs).shape[1], env.action_space
+    discrete = not str(space.dtype).startswith("float")
+    if discrete and (space.shape or getattr(space, "start", 1) > 0):
+        raise ppo.Problem(f"actions are Discrete, from 0, or a Box of floats here, not {space}")
+    action_size = int(space.n) if discrete else math.prod(space.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
         "actor": init_mlp(actor_key, (obs_size, 64, 64, action_size), head_gain=0.01),

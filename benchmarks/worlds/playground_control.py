@@ -54,9 +54,7 @@ class Playground:
         return state.obs
 
 
-@functools.cache  # it reads the model's file
-def playground(env_id):
-    return Playground(env_id)
+playground = functools.cache(Playground)  # it reads the model's file
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     apt-get install libqt5gui5  # which EnvPool's Procgen needs, here of Debian and Ubuntu
     python benchmarks/worlds/procgen_envpool.py --env-id CoinrunEasy-v0 --seed 2
 
-Training is on 200 levels, evaluation on all. The flags are those of the Procgen paper
+Training is on 200 levels, evaluation on all. Sizes and rates are those of the Procgen paper
 (https://arxiv.org/abs/1912.01588), in which PPO has 25 million steps; the network is Atari's with
 other strides. A coin is worth 10, which is too much for the critic: rewards are divided by it.
 """
@@ -17,7 +17,7 @@ ppo = mujoco_envpool.ppo  # ppo_atari_envpool_xla_jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(ppo.Args):
+class Args(mujoco_envpool.PoolArgs):
     """PPO on Procgen through EnvPool's XLA interface."""
 
     env_id: str = "CoinrunEasy-v0"
