@@ -107,6 +107,11 @@ def test_mujoco_envpool(tmp_path, capsys):
     control.main(words_of(eval=run_dir, num_envs=5))
     evaluation = json.loads((run_dir / "eval.json").read_text())
     assert evaluation["per_seed"] == summary["per_seed"]
+    page = (ROOT / "benchmarks" / "worlds" / "README.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0].replace("runs/<run_name>", str(run_dir))
+    exec(code, loaded := {})
+    mean = loaded["evaluation"].episode_return.mean(1)
+    np.testing.assert_allclose(mean, summary["per_seed"]["eval_return_mean"], rtol=1e-6)
     before = arrays_of(run_dir)
     control.main(words_of(resume=run_dir, total_timesteps=320, videos_dir=tmp_path))
     after = arrays_of(run_dir)
