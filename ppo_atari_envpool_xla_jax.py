@@ -1506,13 +1506,13 @@ def main(words=None):
         print("environments cannot be saved: all episodes start anew")
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.num_envs))
-    # All are traced before the update is compiled: mistakes in shapes show at once.
     state = start_episodes(args, env, pool, state)
 
     def update_seeds(args, state):
         return update(args, env, pool, state)
 
-    # Its input is not donated: an update may fail with the world that it steps.
+    # All are traced before the update is compiled: mistakes in shapes show at once. The input is
+    # not donated: an update may fail with the world that it steps.
     traced = program(args, update_seeds).trace(numbers, state)
     act = program(args, evaluation_actions)
     jax.eval_shape(act, numbers, state.params, state.env_state.obs, 0)
