@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0", "filelock>=3.16",
+#     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0",
 # ]
 # ///
 """PPO on CartPole-v1 in one file: environment, networks, Adam, GAE and update as one XLA program.
@@ -41,17 +41,15 @@ Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M sam
 O observation size, A actions, E evaluation episodes, L longest episode, U updates.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import io
 import json
 import math
-import operator
 import os
 import pathlib
-import shlex
+import re
 import signal
 import sys
 import time
@@ -64,18 +62,14 @@ import tyro
 from jax.flatten_util import ravel_pytree
 from PIL import Image, ImageDraw
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 # ==================================================================================================
 # Args
 # ==================================================================================================
 
-# Those that this process may use.
-CPU_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args:
     """PPO on pure-JAX CartPole-v1."""
 
@@ -112,8 +106,6 @@ class Args:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """its user or team"""
-    cpu_cores: tyro.conf.Fixed[int] = CPU_CORES
-    """not to be set; with other numbers of cores a CPU rounds otherwise"""
 
     # Environment
     env_id: str = "CartPole-v1"
@@ -317,8 +309,10 @@ class Categorical(NamedTuple):
 
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
-        # A choice among A arrays: the gradient of a gather is slow.
-        return jax.lax.select_n(action.astype(jnp.int32), *self.log_probs())
+        log_probs = self.log_probs()
+        # A masked sum: the gradient of a gather is slow.
+        taken = jax.nn.one_hot(action, len(log_probs), axis=0, dtype=bool)
+        return log_probs.sum(0, where=taken)
 
     def entropy(self):
         """Entropies [...], in nats: -sum_a p(a) log p(a)."""
@@ -375,8 +369,6 @@ def init_agent(args, key, env):
     features of the policy.
     """
     obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)  # its shape; runs nothing
-    if not hasattr(obs, "shape"):
-        raise TypeError("observations of several arrays need your own init_agent and forward")
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -494,12 +486,8 @@ class Batch(NamedTuple):
 
 def init_episode_stats(num_envs):
     """Before the first step."""
-    return EpisodeStats(
-        running_return=jnp.zeros(num_envs, jnp.float32),
-        running_length=jnp.zeros(num_envs, jnp.int32),
-        last_return=jnp.full(num_envs, -jnp.inf, jnp.float32),
-        last_length=jnp.full(num_envs, -jnp.inf, jnp.float32),
-    )
+    zeros, never = jnp.zeros(num_envs, jnp.float32), jnp.full(num_envs, -jnp.inf, jnp.float32)
+    return EpisodeStats(zeros, zeros.astype(jnp.int32), never, jnp.copy(never))
 
 
 def restart_ended(ended, stats):
@@ -524,27 +512,17 @@ def select(mask, yes, no):
     return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
-def check_one_each(num_envs, **arrays):
-    """Raises ValueError where an array is not [N]: others would be broadcast without a word."""
+def check_shapes(shape, **arrays):
+    """Raises ValueError for an array of another shape, which would be broadcast silently."""
     for name, array in arrays.items():
-        if array.shape != (num_envs,):
-            raise ValueError(f"{name} must have the shape {(num_envs,)}, not {array.shape}")
-        if name == "terminated" and array.dtype != bool:
-            raise ValueError(f"terminated must be bool, not {array.dtype}")
+        if getattr(array, "shape", None) != shape:
+            raise ValueError(f"{name} must have the shape {shape}, not {array}")
 
 
-def check_same_form(start, later):
-    """Raises TypeError where a state after a step has other arrays than a start state."""
-
-    def form(state):  # {name: type and shape} of its arrays
-        leaves = jax.tree.leaves_with_path(state)
-        return {jax.tree_util.keystr(path): f"{x.dtype} {x.shape}" for path, x in leaves}
-
-    old, new = form(start), form(later)
-    for name in old | new:
-        if old.get(name) != new.get(name):
-            sides = f"{old.get(name)} after `reset`, {new.get(name)} after `step`"
-            raise TypeError(f"state{name} must keep its type and shape [N, ...]: {sides}")
+def array_types(state):
+    """{"state.<name>: dtype shape"} of all arrays of an environment state."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {f"state{jax.tree_util.keystr(path)}: {x.dtype} {x.shape}" for path, x in leaves}
 
 
 def env_metrics(env, states):
@@ -589,9 +567,12 @@ def rollout(args, env, params, env_state, stats, key):
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
         next_state, reward, terminated = jax.vmap(env.step)(step_keys, env_state, action)
-        check_one_each(args.num_envs, value=value, log_prob=log_prob, entropy=dist.entropy())
-        check_one_each(args.num_envs, reward=reward, terminated=terminated)
-        check_same_form(env_state, next_state)
+        shape = (args.num_envs,)
+        check_shapes(shape, value=value, log_prob=log_prob, entropy=dist.entropy())
+        check_shapes(shape, reward=reward, terminated=terminated)
+        before, after = array_types(env_state), array_types(next_state)
+        if before != after:
+            raise TypeError(f"`reset` returns {before - after}, `step` returns {after - before}")
 
         # --- Has the episode ended? ---
         stats = stats._replace(
@@ -600,6 +581,7 @@ def rollout(args, env, params, env_state, stats, key):
         truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
         done = terminated | truncated
         next_obs, info = jax.vmap(env.observe)(next_state), env_metrics(env, next_state)
+        check_shapes(shape, **info)
         transition = Transition(
             obs, action, log_prob, reward, terminated, truncated, next_obs, info
         )
@@ -773,7 +755,7 @@ def reduce_metrics(metrics):
 
     (CleanRL logs the losses of an update's last minibatch.)
     """
-    return {tag: x.max() if tag.endswith("_max") else x.mean() for tag, x in metrics.items()}
+    return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
 def loss_gradient(args, params, batch):
@@ -834,6 +816,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             minibatch = minibatch._replace(advantage=advantage)
         grads, metrics = loss_gradient(args, params, minibatch)
         *new, norm = adam_update(args, grads, opt_state, params, learning_rate)
+        check_shapes((), **metrics)
         metrics["losses/grad_norm"] = norm
         if args.target_kl is not None:
             active &= metrics["losses/approx_kl"] <= args.target_kl
@@ -913,6 +896,8 @@ def update(args, state):
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
         "charts/episodic_length": mean_of_ended(stats.last_length),
+        "charts/reward_mean": trajectory.reward.mean(),
+        "charts/value_mean": value.mean(),
         **{f"env/{name}": x.mean() for name, x in trajectory.info.items()},
     }
     return TrainState(params, opt_state, env_state, stats, next_key, state.update + 1), metrics
@@ -947,10 +932,10 @@ VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
 class Evaluation(NamedTuple):
     """Episodes in fresh environments, and what it takes to draw the first one."""
 
-    episode_return: jax.Array  # [E], NaN where parameters of the agent are not finite
+    episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
-    states: Any  # of [S + 1], of the first episode; what comes after its end means nothing
+    states: Any  # of [S + 1], of the first episode; undefined after its end
 
 
 def evaluate(args, params, key):
@@ -985,19 +970,18 @@ def evaluate(args, params, key):
     carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, states
     # Good or bad, most policies need less than the time limit: it ends with the last episode.
     _, _, _, (returns, lengths, info), states = jax.lax.while_loop(is_playing, env_step, carry)
-    healthy = jnp.isfinite(ravel_pytree(params)[0]).all()
-    return Evaluation(jnp.where(healthy, returns, jnp.nan), lengths, info=info, states=states)
+    return Evaluation(returns, lengths, info=info, states=states)
 
 
 def record_video(args, evaluation, path):
     """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
     env = make_env(args)
-    states = jax.tree.map(lambda x: x[0], jax.device_get(evaluation.states))
+    states = jax.device_get(evaluation.states)
     frames = []
     # 25 a second: real time.
     for t in range(0, min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS) + 1, 2):
-        state = jax.tree.map(operator.itemgetter(t), states)
-        frames.append(Image.fromarray(env.render(state)).quantize(16))
+        frame = env.render(jax.tree.map(lambda x: x[0, t], states))  # noqa: B023
+        frames.append(Image.fromarray(frame).quantize(16))
     path = path.with_suffix(".gif")
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=40, loop=0)
     return path
@@ -1032,10 +1016,7 @@ def over_seeds(function, *trees):
 
     On a CPU one agent after the other: products that are batched over agents are slower there.
     """
-    if len(jax.tree.leaves(trees)[0]) == 1:  # without a loop, which would take time to compile
-        result = function(*jax.tree.map(lambda x: x[0], trees))
-        return jax.tree.map(lambda x: x[None], result)
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
 
@@ -1050,43 +1031,32 @@ def evaluate_seeds(args, params):
     return over_seeds(functools.partial(evaluate, args), params, evaluation_keys(args))
 
 
-# --- Programs ---
+# --- Compiled functions ---
 
 
 def input_numbers(args):
-    """{name: number} of the flags that are inputs of the compiled programs: seed and all floats.
+    """{name: number} of the float hyperparameters and the seed, the inputs of compiled functions.
 
-    Where only these change, programs are found in the cache. All other flags are parts of them.
+    Changing them does not recompile. All other flags are static.
     """
     floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
     return floats | {"seed": np.uint32(args.seed)}
 
 
-def start_device():
-    """Where initialisation runs: on the CPU, which compiles it soonest, if JAX_PLATFORMS has it.
+def program(args, function, level=2, **options):
+    """Jits function(args, ...) as a function of `input_numbers(args)` and the other arguments.
 
-    None where all else runs there, too: what JAX has traced for a named device it traces again.
-    """
-    has_cpu = "cpu" in (jax.config.jax_platforms or "cpu") and jax.default_backend() != "cpu"
-    return jax.local_devices(backend="cpu")[0] if has_cpu else None
-
-
-def program(args, function, level=2, device=None, **options):
-    """Jits function(args, ...) as a function of `input_numbers` and what else it takes.
-
-    For a CPU with this optimisation level of LLVM: after 2 programs are as fast as after 3, the
-    default, and compile sooner. What runs once is done soonest with 0. For a GPU without trying out
-    which product of matrices is fastest: here they are small. XLA_FLAGS may set these otherwise.
+    On a CPU level 2 of LLVM compiles faster than the default, 3, and runs as fast. Level 0 is best
+    for a function that runs once. XLA_FLAGS has priority.
     """
 
     @functools.wraps(function)  # its name appears in profiles
     def with_numbers(numbers, *inputs):
         return function(dataclasses.replace(args, **numbers), *inputs)
 
-    platform = device.platform if device else jax.default_backend()
-    name = {"cpu": "xla_backend_optimization_level", "gpu": "xla_gpu_autotune_level"}.get(platform)
-    if name and name not in os.environ.get("XLA_FLAGS", ""):
-        options["compiler_options"] = {name: level if platform == "cpu" else 0}
+    name = "xla_backend_optimization_level"
+    if jax.default_backend() == "cpu" and name not in os.environ.get("XLA_FLAGS", ""):
+        options["compiler_options"] = {name: level}
     return jax.jit(with_numbers, **options)
 
 
@@ -1103,72 +1073,65 @@ def problems(message, *kinds):
 
 
 def write_file(path, content):
-    """Writes bytes to a file that nobody sees half-written."""
-    temporary = path.with_suffix(f".{os.urandom(3).hex()}.tmp")  # of this process alone
-    with problems(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # whatever a full disk has taken of it
+    """Writes bytes to a file, atomically."""
+    temporary = path.with_suffix(".tmp")
+    with problems(f"{path} cannot be written", OSError):
         temporary.write_bytes(content)
         temporary.replace(path)
 
 
 def write_json(path, content):
-    """Writes a dict as strict JSON, which has no word for infinity: 1e999 is read as that."""
-    text = json.dumps(content, indent=2, default=str).replace('": Infinity', '": 1e999')
-    write_file(path, f"{text}\n".encode())
-
-
-def leaf_name(path):
-    """The name of an array in a checkpoint, such as stats/running_return, from its path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """Writes a dict as strict JSON: infinity is 1e999 and NaN is null."""
+    text = json.dumps(content, indent=2).replace('": Infinity', '": 1e999')
+    write_file(path, re.sub(r"\bNaN\b", "null", text).encode())
 
 
 def named_arrays(state):
-    """{name: plain array} of a tree, which of PRNG keys is their data."""
-    arrays = {leaf_name(path): x for path, x in jax.tree.leaves_with_path(state)}
-    keys = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
-    return arrays | jax.tree.map(jax.random.key_data, keys)
+    """{name: array} of a tree, such as stats/running_return; PRNG keys become their data."""
+    arrays = {}
+    for path, x in jax.tree.leaves_with_path(state):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        arrays[name] = jax.random.key_data(x) if is_key else x
+    return arrays
 
 
 def save_checkpoint(run_dir, state):
-    """Replaces the run's checkpoint.npz by one of this state."""
+    """Replaces checkpoint.npz of a run."""
     buffer = io.BytesIO()
     np.savez(buffer, **jax.device_get(named_arrays(state)))
     write_file(run_dir / "checkpoint.npz", buffer.getvalue())
 
 
 def load_checkpoint(run_dir, like):
-    """The tree `like`, of shapes and types, with the arrays of a run's checkpoint.
+    """The tree `like` with the arrays of a run's checkpoint.
 
-    `like` is a `TrainState` or has some of its fields, {"params": ...}; others are not read.
-    Raises `Problem` where the file is damaged or does not fit.
+    `like` has shapes and dtypes. It is a `TrainState`, or {"params": ...} for a part of one.
+    Raises `Problem` for a damaged file, and for one with other names, shapes or dtypes.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
-    wanted = jax.eval_shape(named_arrays, like)
-    # Reading checks the CRC. Damaged bytes make NumPy and zipfile raise nearly anything.
+    wanted, arrays = jax.eval_shape(named_arrays, like), []
+    # Damaged bytes make NumPy and zipfile raise nearly anything.
     with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
         saved = {name: file[name] for name in file if name in wanted}
-
-    def restore(tree_path, leaf):
-        name = leaf_name(tree_path)
-        want, array = wanted[name], saved.get(name, np.zeros(0))
+    for (name, want), leaf in zip(wanted.items(), jax.tree.leaves(like)):
+        array = saved.get(name, np.empty(0))
+        if array.dtype.kind == "V":  # bfloat16, float8, int4
+            array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
-            have = f"{array.dtype} {array.shape}" if name in saved else "missing"
-            raise Problem(f"{path} does not fit: {name} is {have}, not {want.dtype} {want.shape}")
-        return jnp.asarray(array) if leaf.dtype == want.dtype else jax.random.wrap_key_data(array)
-
-    return jax.tree.map_with_path(restore, like)
-
-
-def load_params(args, run_dir):
-    """The parameters of a run's checkpoint; every array has a leading axis of K seeds."""
-    params = jax.eval_shape(functools.partial(init_states, args)).params
-    return load_checkpoint(run_dir, {"params": params})["params"]
+            found = f"{array.dtype} {array.shape}" if name in saved else "missing"
+            raise Problem(f"{path} does not fit: {name} is {found}, not {want.dtype} {want.shape}")
+        if leaf.dtype != want.dtype:
+            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros_like(leaf)))
+        arrays.append(jnp.asarray(array))
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def load_run(run_dir):
-    """The (args, params) of a saved run, see `load_params`."""
+    """The (args, params) of a saved run; parameters have a leading axis of K seeds."""
     args = load_args(run_dir)
-    return args, load_params(args, run_dir)
+    params = jax.eval_shape(functools.partial(init_states, args)).params
+    return args, load_checkpoint(run_dir, {"params": params})["params"]
 
 
 def init_states(args):
@@ -1180,47 +1143,42 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for flags that cannot work. Those that you delete may stay listed here."""
+    """Raises `Problem` for invalid flags. Limits of flags that you have removed are ignored."""
     if not args.total_timesteps >= args.batch_size:
         raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
     counts = f"{counts} checkpoint_interval eval_episodes".split()
-    positive = "learning_rate clip_coef vf_coef max_grad_norm target_kl adam_eps".split()
-    limits = dict.fromkeys(counts, (1, 2**31 - 1)) | dict.fromkeys(positive, (0, math.inf))
-    limits |= {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - args.num_seeds)}
     for name, value in vars(args).items():
-        low, high = limits.get(name, (-1e38, 1e38))
-        if isinstance(value, int | float) and not low <= value <= high:  # so NaN is refused, too
-            raise Problem(f"--{name.replace('_', '-')} must be from {low} to {high}")
-    if "/" in args.exp_name or not args.exp_name.isprintable():
-        raise Problem("--exp-name is part of a folder's name: no slashes, nothing unprintable")
+        flag = f"--{name.replace('_', '-')}"
+        if (name in counts and value < 1) or value != value:  # NaN
+            raise Problem(f"{flag} must be a positive number")
+        as_json = list(value) if isinstance(value, tuple) else value
+        if json.loads(json.dumps(value, default=str)) != as_json:
+            raise Problem(f"{flag}: args.json cannot store {value!r}")
     if args.batch_size % args.num_minibatches:
         raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
 
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises `Problem`."""
-    # A program that has an environment of its own may also evaluate and resume its runs.
-    message = f"{run_dir} is not a run of this script, or only of the program that started it"
+    message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
     with problems(message, OSError, ValueError, AttributeError, TypeError, Problem):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
-        saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-        args = Args(**saved)
+        args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
         check_args(args)
     return args
 
 
 def parse_args(words=None):
-    """The `Args` of a command line; a saved run has the defaults of --resume and --eval."""
+    """The `Args` of a command line; --resume and --eval take defaults from their run."""
     args = tyro.cli(Args, args=words)
     if args.resume is not None or args.eval is not None:
         saved = load_args(args.eval or args.resume)
         saved = dataclasses.replace(saved, resume=args.resume, eval=args.eval)
-        args = tyro.cli(Args, args=words, default=dataclasses.replace(saved, cpu_cores=CPU_CORES))
+        args = tyro.cli(Args, args=words, default=saved)
         for name, old in vars(saved).items():
             if getattr(args, name) != old:
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
-        # Steps done are updates times batch size.
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
                 raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
@@ -1229,44 +1187,29 @@ def parse_args(words=None):
 
 
 def use_compilation_cache():
-    """Lets a later process load the programs this one compiles.
-
-    JAX_COMPILATION_CACHE_DIR names another folder, with JAX's own limits.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    folder = pathlib.Path(os.path.expanduser("~/.cache/jax-ppo"))
-    if not folder.is_absolute():
-        return print("warning: no home folder, so no compilation cache", file=sys.stderr)
-    for entry in folder.glob("*-cache"):  # of a process that was killed while it wrote: JAX would
-        if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
-            entry.unlink(missing_ok=True)  # write no more entries beside it
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", 2**30)  # a gigabyte
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    """Stores compiled functions in ~/.cache/jax-ppo, unless JAX_COMPILATION_CACHE_DIR is set."""
+    folder = os.path.expanduser("~/.cache/jax-ppo")
+    if jax.config.jax_compilation_cache_dir is None and os.path.isabs(folder):
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @contextlib.contextmanager
 def remembered_signals():
     """A list that receives the first signal to stop; a second one ends the process.
 
-    Ctrl-C, SIGTERM, SIGHUP of a closed terminal, SIGUSR1 of a job scheduler. An exception, as
-    KeyboardInterrupt is one, could come in the middle of an update.
+    Signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal and SIGUSR1 of a job scheduler.
     """
     received, handlers = [], {}
-    # By name: Windows has only two of them.
-    numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")]
 
     def remember(number, frame):
         received.append(number)
-        with contextlib.suppress(OSError):  # nobody may read it
-            os.write(1, b"\nstopping after the updates under way; a second time ends at once\n")
         for n in handlers:
             signal.signal(n, signal.SIG_DFL)
 
-    with contextlib.suppress(ValueError):  # which Python raises in other threads than the main one
-        for n in numbers:
-            if signal.getsignal(n) != signal.SIG_IGN:  # as under nohup: stays ignored
+    with contextlib.suppress(ValueError):  # not in the main thread
+        for n in (getattr(signal, f"SIG{name}", None) for name in ("INT", "TERM", "HUP", "USR1")):
+            if n is not None and signal.getsignal(n) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 handlers[n] = signal.signal(n, remember)
     try:
         yield received
@@ -1278,42 +1221,27 @@ def remembered_signals():
 # --- Metrics ---
 
 
-def tell(text, end="\n"):
-    """Prints at once; where nobody can read it, or a disk is full, training goes on in silence."""
-    try:
-        print(text, end=end, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")
-
-
 class Logger:
-    """Writes metrics of K seeds to TensorBoard, a run each, and a line of progress; keeps the time.
+    """Writes metrics of K seeds to TensorBoard, one run per seed, and prints progress.
 
-    Metrics of an update wait in a queue until the log interval is over: to read them is to wait for
-    the device.
+    Metrics wait in a queue until the log interval is over, because reading them blocks.
     """
 
     def __init__(self, args, run_dir, first_update):
-        self.args = args
-        self.first_update = first_update
+        self.args, self.run_dir, self.first_update = args, run_dir, first_update
         self.queue = []  # (update, metrics {tag: [K]})
-        self.failed = np.zeros(args.num_seeds, bool)  # seeds whose losses are not finite
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite losses
+        self.cause, self.train_return = None, math.nan
         seeds = range(args.seed, args.seed + args.num_seeds)
         self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
-        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
-        table = "\n".join(["|flag|value|", "|-|-|", *rows])
         self.files = []
         for run in self.runs:
             path = run_dir / run / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
-            # Readers go by names: this one comes after those of earlier starts, whatever the clock.
-            path = max([path, *(p.with_name(f"{p.name}.1") for p in path.parent.glob("events.*"))])
-            with problems(f"{path} cannot be written", OSError):
-                path.parent.mkdir(exist_ok=True)
-                file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            path.parent.mkdir(exist_ok=True)
+            file = open(path, "ab", buffering=0)  # a killed run loses nothing
             self.files.append(file)
             self.add(file, first_update, file_version="brain.Event:2")
-            self.add(file, first_update, summary=text_pb("hyperparameters", table))
-            # Readers drop what an interrupted run had logged after this update.
+            # TensorBoard drops what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
         self.start = time.perf_counter()  # moved on by every pause
         self.seconds = self.sps = None  # of training in this process
@@ -1325,7 +1253,7 @@ class Logger:
             RecordWriter(file).write(event.SerializeToString())
 
     def write(self, update, metrics):
-        """Writes {tag: [K]} of an update; values that are not finite are left out."""
+        """Writes {tag: [K]} of an update, except non-finite values."""
         for k, (run, file) in enumerate(zip(self.runs, self.files)):
             values = {tag: float(x[k]) for tag, x in metrics.items() if np.isfinite(x[k])}
             entries = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
@@ -1335,14 +1263,14 @@ class Logger:
                 sys.modules["wandb"].log(named, step=update * self.args.batch_size)
 
     def log(self, update, metrics):
-        """Takes the metrics of an update, without waiting for it, but for the one before."""
+        """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
-        jax.block_until_ready(self.queue[-2:-1])  # two are under way: enough to keep a device busy
+        jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
         if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
-            self.flush(keep=1)  # the device works on the newest while the others are written
+            self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
-        """Waits for the queue's updates, except the newest `keep`, and writes their metrics."""
+        """Waits for all queued updates, except the newest `keep`, and writes their metrics."""
         count = len(self.queue) - keep
         rows, self.queue = jax.device_get(self.queue[:count]), self.queue[count:]
         if not rows:
@@ -1354,24 +1282,29 @@ class Logger:
         metrics["charts/SPS"] = np.full(self.args.num_seeds, self.sps)
         for row in rows:
             self.write(*row)
+            self.report_failures(*row)
+        returns = metrics["charts/episodic_return"]
+        returns = returns[np.isfinite(returns)]
+        self.train_return = float(returns.mean()) if returns.size else math.nan
+        done, left = update / self.args.num_updates, self.args.num_updates - update
+        seconds_left = self.seconds * left / (update - self.first_update)
+        line = f"{update * self.args.batch_size:,} steps ({done:.0%}), {seconds_left:.0f} s left"
+        line += f", {self.sps:,.0f} SPS, return {self.train_return:.4g}"
+        print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+    def report_failures(self, update, metrics):
+        """Prints what is not finite for each seed whose losses are not, once."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
-            tell(f"\nthe losses of seed {self.args.seed + k} are not finite at update {update}")
+            sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
+            bad = [name for name, tag in sources.items() if not np.isfinite(metrics[tag][k])]
+            self.cause = (bad + ["parameters; try a smaller --learning-rate"])[0]
+            print(f"\nseed {self.args.seed + k} failed at update {update}: NaN in {self.cause}")
         self.failed = failed
-        self.print_progress(update, metrics["charts/episodic_return"])
-
-    def print_progress(self, update, returns):
-        """One line, which on a terminal the next one replaces."""
-        done, step = update / self.args.num_updates, update * self.args.batch_size
-        left = self.seconds * (self.args.num_updates - update) / (update - self.first_update)
-        line = f"{step:,} steps ({done:.0%}), {left:.0f} s left, {self.sps:,.0f} SPS"
-        if np.isfinite(returns).any():
-            line += f", return {returns[np.isfinite(returns)].mean():.4g}"
-        tell(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n")
 
     def close(self):
-        """Leaves the line of progress; closes the event files and the run of Weights & Biases."""
-        tell("", end="\n" if sys.stdout.isatty() else "")
+        """Ends the line of progress; closes the event files and the run of Weights & Biases."""
+        print(end="\n" if sys.stdout.isatty() else "")
         for file in self.files:
             file.close()
         if self.args.track:
@@ -1379,7 +1312,7 @@ class Logger:
 
 
 def start_tracking(args, run_dir):
-    """Begins or continues the run of Weights & Biases that `Logger` writes to."""
+    """Starts or resumes the run of Weights & Biases that `Logger` writes to."""
     with problems("--track", Exception):  # not installed, no login, no network
         import wandb
 
@@ -1387,180 +1320,170 @@ def start_tracking(args, run_dir):
         wandb.init(**owner, id=run_dir.resolve().name, resume="allow", config=vars(args))
 
 
-# --- Results ---
+# --- Evaluations ---
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]; NaN of agents whose returns are."""
+    """{name: [K]} of an `Evaluation` of [K, ...]."""
     returns, lengths, info = jax.device_get(evaluation[:3])
-    scores = {
+    return {
         "eval_return_mean": returns.mean(1),
         "eval_return_std": returns.std(1),
         "eval_length_mean": lengths.mean(1),
-        **{f"eval_{name}": x.sum(1) / lengths.sum(1) for name, x in info.items()},  # over steps
+        **{f"eval_env_{name}": x.sum(1) / lengths.sum(1) for name, x in info.items()},  # per step
     }
-    return {name: np.where(np.isnan(returns).any(1), np.nan, x) for name, x in scores.items()}
 
 
-def evaluation_summary(args, scores):
-    """What summary.json and eval.json say: means over seeds, and the numbers of every seed.
-
-    NaN is null there, as strict JSON has no word for it.
-    """
-    null = lambda value: float(value) if np.isfinite(value) else None
-    means = {name: null(np.nanmean(values)) for name, values in scores.items()}
-    per_seed = {name: [null(value) for value in values] for name, values in scores.items()}
+def evaluation_summary(args, evaluation):
+    """Prints an evaluation; returns its part of summary.json: means over seeds and all values."""
+    scores = evaluation_scores(evaluation)
+    means = {name: float(x.mean()) for name, x in scores.items()}
+    text = ", ".join(f"{name[5:]} {x:.4g}" for name, x in means.items())  # without "eval_"
+    print(f"{args.eval_episodes} {args.eval_mode} episodes: {text}", flush=True)
     setting = {"eval_episodes": args.eval_episodes, "eval_mode": args.eval_mode}
-    return {**setting, **means, "per_seed": per_seed}
+    return {**setting, **means, "per_seed": {name: x.tolist() for name, x in scores.items()}}
 
 
-def describe(args, scores):
-    """The result of an evaluation in a few words."""
-    # Names without "eval_".
-    text = ", ".join(f"{name[5:]} {np.nanmean(x):.4g}" for name, x in scores.items())
-    failed = args.seed + np.flatnonzero(np.isnan(scores["eval_return_mean"]))
-    text += f", without the failed seeds {failed.tolist()}" if len(failed) else ""
-    return f"{args.eval_episodes} {args.eval_mode} episodes: {text}"
-
-
-def try_video(args, evaluation, path):
-    """Records the first healthy seed; what goes wrong is a warning: nothing depends on a video."""
-    if not hasattr(make_env(args), "render"):
-        return
+def try_video(args, evaluation, run_dir, name):
+    """Records a video as <videos_dir>/<run_name>/<name>; an error is a warning."""
+    path = pathlib.Path(args.videos_dir, run_dir.resolve().name, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        k = np.isfinite(evaluation.episode_return).all(1).argmax()
-        healthy = jax.tree.map(lambda x: x[k:], jax.device_get(evaluation))
-        print(f"video of seed {args.seed + k}: {record_video(args, healthy, path)}")
+        print(f"video: {record_video(args, evaluation, path)}")
     except Exception as error:
         print(f"warning: no video: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
-    run_dir = pathlib.Path(args.eval).resolve()
-    evaluation = program(args, evaluate_seeds)(input_numbers(args), load_params(args, run_dir))
-    scores = evaluation_scores(evaluation)
-    print(describe(args, scores))
-    write_json(run_dir / "eval.json", {"args": vars(args), **evaluation_summary(args, scores)})
-    try_video(args, evaluation, pathlib.Path(args.videos_dir, run_dir.name, "eval"))
+    _, params = load_run(args.eval)
+    evaluation = program(args, evaluate_seeds)(input_numbers(args), params)
+    summary = {"args": vars(args), **evaluation_summary(args, evaluation)}
+    write_json(pathlib.Path(args.eval, "eval.json"), summary)
+    try_video(args, evaluation, pathlib.Path(args.eval), "eval")
 
 
 # --- Main ---
 
 
-def main(words=None):
-    """Trains, goes on or evaluates as the command line says; raises `Problem`."""
-    begin = time.time()
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it is closed
-    args = parse_args(words)
-    use_compilation_cache()
-    with problems(f"no JAX platform {jax.config.jax_platforms}", AssertionError, RuntimeError):
-        jax.devices()
-    if args.eval is not None:
-        return evaluate_run(args)
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
-    run_dir = pathlib.Path(args.resume or pathlib.Path(args.runs_dir, name.replace("/", "-")))
-    video_dir = pathlib.Path(args.videos_dir, run_dir.resolve().name)
+def start_run(args, run_dir):
+    """Creates or loads the state of a run and compiles its update.
 
-    # --- Start, or go on ---
-    start = time.perf_counter()
+    Returns (state, run_update, run_evaluation), the functions as `run_updates` calls them. Raises
+    `Problem` for a finished run.
+    """
     numbers = input_numbers(args)
-    init = program(args, init_states, level=0, device=start_device())  # runs once
+    init = program(args, init_states, level=0)
     run_update = program(args, update_seeds, donate_argnums=1)
     run_evaluation = program(args, evaluate_seeds)
-    # What was killed before its first checkpoint begins, too.
-    begun = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
-    with jax.default_device(start_device()):
-        like = jax.eval_shape(init, numbers)
-        state = load_checkpoint(run_dir, like) if begun else init(numbers)
-    state = jax.device_put(state, jax.devices()[0])
-    done = int(jax.device_get(state.update)[0])
-    if done >= args.num_updates and (run_dir / "summary.json").exists():
-        print(f"{run_dir} is finished: --total-timesteps goes on, --eval evaluates")
-        return
-    # All are traced before the update is compiled: mistakes in shapes show at once.
-    traced = run_update.trace(numbers, like), run_evaluation.trace(numbers, like.params)
+    like = jax.eval_shape(init, numbers)
+    saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first one
+    state = load_checkpoint(run_dir, like) if saved else init(numbers)
+    done = jax.device_get(state.update)[0] >= args.num_updates
+    if done and (run_dir / "summary.json").exists():
+        raise Problem(f"{run_dir} is finished: a larger --total-timesteps continues it")
+    # Tracing finds errors in the evaluation before the update is compiled.
+    traced = run_update.trace(numbers, like)
+    run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
     with problems(f"{run_dir} cannot be written", OSError):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    flags = vars(dataclasses.replace(args, resume=None))
-    write_json(run_dir / "args.json", flags)
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    if not jax.config.jax_disable_jit:  # with which people debug
-        if CPU_CORES > 4:  # side by side
-            lowered = [trace.lower() for trace in traced]
-            with concurrent.futures.ThreadPoolExecutor() as threads:
-                run_update, run_evaluation = threads.map(operator.methodcaller("compile"), lowered)
-        else:  # the evaluation, should it ever come, when it is called
-            run_update = traced[0].lower().compile()
-    # All that comes before training, but for imports, flags and finding the device.
-    compile_seconds = time.perf_counter() - start
-    tell(f"{run_dir}: compiled in {compile_seconds:.1f} s")
+    write_json(run_dir / "args.json", vars(args) | {"resume": None})
+    (run_dir / "summary.json").unlink(missing_ok=True)
+    if not jax.config.jax_disable_jit:  # for debugging
+        run_update = traced.lower().compile()
+    return state, functools.partial(run_update, numbers), functools.partial(run_evaluation, numbers)
 
-    # --- Train ---
-    with contextlib.closing(Logger(args, run_dir, done)) as logger:
-        try:
-            with remembered_signals() as signals:
-                while done < args.num_updates and not signals and not logger.failed.all():
-                    state, metrics = run_update(numbers, state)  # does not wait for the device
-                    done += 1
-                    logger.log(done, metrics)
-                    save_due = done % args.checkpoint_interval == 0
-                    eval_due = args.eval_interval > 0 and done % args.eval_interval == 0
-                    if done == args.num_updates or not (save_due or eval_due):
-                        continue  # what is due at the end comes below
-                    logger.flush()
-                    pause = time.perf_counter()
-                    if eval_due:
-                        evaluation = run_evaluation(numbers, state.params)
-                        score = evaluation_scores(evaluation)["eval_return_mean"]
-                        logger.write(done, {"eval/episodic_return": score})
-                    if eval_due and args.capture_video:
-                        try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
-                    if save_due and not logger.failed.all():
-                        save_checkpoint(run_dir, state)
-                    logger.start += time.perf_counter() - pause
-                logger.flush()
-        except Exception:  # say, of a full disk or of Weights & Biases: what was learned is saved
-            with contextlib.suppress(Exception):  # unless it was lost in a failed update
-                save_checkpoint(run_dir, state)
-            raise
-        if logger.failed.all():
-            raise Problem("the losses of all seeds are not finite; try a smaller --learning-rate")
-        save_checkpoint(run_dir, state)
-        if signals:
-            tell(f"interrupted at update {done}; to go on: --resume {shlex.quote(str(run_dir))}")
-            sys.exit(128 + signals[0])
 
-        # --- Evaluate and sum up ---
-        evaluation = run_evaluation(numbers, state.params)
-        scores = evaluation_scores(evaluation)
-        logger.write(done, {"eval/episodic_return": scores["eval_return_mean"]})
+def run_updates(args, logger, state, run_update, run_evaluation):
+    """Trains until the last update, a signal, or the failure of all seeds.
+
+    Evaluates and saves in between; returns (state, updates done, received signals).
+    """
+    done = logger.first_update
+    with remembered_signals() as signals:
+        while done < args.num_updates and not signals and not logger.failed.all():
+            state, metrics = run_update(state)  # asynchronous
+            done += 1
+            logger.log(done, metrics)
+            save_due = done % args.checkpoint_interval == 0
+            eval_due = args.eval_interval > 0 and done % args.eval_interval == 0
+            if done == args.num_updates or not (save_due or eval_due):
+                continue
+            logger.flush()
+            pause = time.perf_counter()
+            if eval_due:
+                evaluation = run_evaluation(state.params)
+                score = evaluation_scores(evaluation)["eval_return_mean"]
+                logger.write(done, {"eval/episodic_return": score})
+            if eval_due and args.capture_video:
+                try_video(args, evaluation, logger.run_dir, f"step_{done * args.batch_size}")
+            if save_due and not logger.failed.all():
+                save_checkpoint(logger.run_dir, state)
+            logger.start += time.perf_counter() - pause
+        logger.flush()
+    return state, done, signals
+
+
+def finish_run(args, logger, done, evaluation, **seconds):
+    """Prints the result, logs the last evaluation and writes summary.json."""
+    print(f"run: {logger.run_dir}")
+    summary = evaluation_summary(args, evaluation)
+    logger.write(done, {"eval/episodic_return": np.array(summary["per_seed"]["eval_return_mean"])})
+    train_return = logger.train_return
+    print(f"last episodes of training (sampled actions): return_mean {train_return:.4g}")
+    far_worse = summary["eval_return_mean"] < train_return - abs(train_return) / 2
+    if far_worse and args.eval_mode == "greedy":
+        print("greedy actions are far worse: try --eval-mode sampled")
     summary = {
-        "args": flags,
+        "args": vars(args) | {"resume": None},
         "total_timesteps": done * args.batch_size,
         "failed_seeds": (args.seed + np.flatnonzero(logger.failed)).tolist(),
-        **evaluation_summary(args, scores),
+        "train_return_mean": train_return,
+        **summary,
         "sps": logger.sps,
-        "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        "wall_seconds": time.time() - begin,  # all but imports and the last video
+        **seconds,
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }
-    write_json(run_dir / "summary.json", summary)
-    tell(f"run: {run_dir}\n{describe(args, scores)}, {summary['wall_seconds']:.1f} s in all")
-    try_video(args, evaluation, video_dir / f"step_{done * args.batch_size}")
+    write_json(logger.run_dir / "summary.json", summary)
+
+
+def main(words=None):
+    """Trains, resumes or evaluates a run; raises `Problem`."""
+    begin = time.time()
+    args = parse_args(words)
+    use_compilation_cache()
+    if args.eval is not None:
+        return evaluate_run(args)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{begin:.0f}_{os.urandom(3).hex()}"
+    new_dir = pathlib.Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name))
+    run_dir = new_dir if args.resume is None else pathlib.Path(args.resume)
+
+    start = time.perf_counter()
+    state, run_update, run_evaluation = start_run(args, run_dir)
+    done = int(jax.device_get(state.update)[0])
+    compile_seconds = time.perf_counter() - start
+    print(f"{run_dir}: compiled in {compile_seconds:.1f} s", flush=True)
+    with contextlib.closing(Logger(args, run_dir, done)) as logger:
+        state, done, signals = run_updates(args, logger, state, run_update, run_evaluation)
+        if logger.failed.all():
+            raise Problem(f"all seeds have failed: NaN in {logger.cause}")
+        save_checkpoint(run_dir, state)
+        if signals:
+            print(f"interrupted at update {done}; to resume: --resume {run_dir}")
+            sys.exit(128 + signals[0])
+        evaluation = run_evaluation(state.params)
+        seconds = {"compile_seconds": compile_seconds, "wall_seconds": time.time() - begin}
+        finish_run(args, logger, done, evaluation, **seconds)
+    try_video(args, evaluation, run_dir, f"step_{done * args.batch_size}")
 
 
 if __name__ == "__main__":
-    in_notebook = "ipykernel" in sys.modules  # where a cell has no command line
-    if not in_notebook and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
-        main([] if in_notebook else None)
+        main()
     except (Problem, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, Problem) and "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -28,7 +28,7 @@ import ppo_minigrid_rnn as script  # noqa: E402
 HASH_BITS = 13
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args(script.Args):
     """Recurrent PPO on pure-JAX MiniGrid, with a bonus for what is new."""
 

@@ -823,7 +823,7 @@ def test_run_of_a_program_with_its_own_environment(script, tmp_path):
 def test_fields_that_users_add(script, tmp_path, monkeypatch):
     """A tuple among the flags, keys and structures among the state: saved and loaded alike."""
 
-    @dataclasses.dataclass(frozen=True)
+    @dataclasses.dataclass
     class Args(script.Args):
         sizes: tuple[int, ...] = (64, 64)
 

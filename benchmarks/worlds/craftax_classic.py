@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import ppo_cartpole_jax as ppo  # noqa: E402
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args(ppo.Args):
     """PPO on Craftax Classic."""
 

@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args(control.Args):
     """PPO on Gymnasium's environments."""
 
@@ -55,6 +55,9 @@ class Pool:
         obs, reward, terminated, truncated, _ = self.envs.step(np.asarray(action))
         return jax.tree.map(np.float32, obs), np.float32(reward), terminated, truncated, {}
 
+    def close(self):
+        self.envs.close()
+
     def xla(self):
         obs = jax.tree.map(np.float32, self.envs.observation_space.sample())
         done = np.zeros(len(self.seeds), bool)
@@ -77,6 +80,7 @@ class Gymnasium(control.Vectors):
         except (gymnasium.error.Error, ImportError) as error:
             raise control.ppo.Problem(f"--env-id {args.env_id}: {error}") from error
         self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.video_fps = env.metadata.get("render_fps", 15)
         if "rgb_array" in env.metadata.get("render_modes", ()):
             self.render = lambda pool, obs: pool.envs.envs[0].render()
 

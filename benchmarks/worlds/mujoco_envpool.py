@@ -15,11 +15,12 @@ import dataclasses
 import math
 import pathlib
 import sys
+from typing import ClassVar
 
+import envpool
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tyro.conf import Fixed, Suppress
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -27,17 +28,17 @@ import ppo_atari_envpool_xla_jax as ppo  # noqa: E402
 from ppo_swingup_jax import Gaussian, init_mlp, mlp  # noqa: E402
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class PoolArgs(ppo.Args):
-    """Without the flags that are Atari's alone."""
+    """Without the flags of Atari, which are class attributes here and no longer fields."""
 
-    eval_protocol: Suppress[Fixed[str]] = "training"
-    max_episode_steps: Suppress[Fixed[int]] = 1
-    repeat_action_probability: Suppress[Fixed[float]] = 0.0
-    full_action_space: Suppress[Fixed[bool]] = False
+    eval_protocol: ClassVar = "training"
+    max_episode_steps: ClassVar = 1
+    repeat_action_probability: ClassVar = 0.0
+    full_action_space: ClassVar = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args(PoolArgs):
     """PPO on continuous control through EnvPool's XLA interface."""
 
@@ -55,15 +56,39 @@ class Args(PoolArgs):
     ent_coef: float = 0.0
 
 
-class Vectors(ppo.World):
-    """Observations are joined; `learn` keeps the discounted sum of rewards in the memory."""
+class Vectors:
+    """An EnvPool environment with vector observations, in the place of `ppo.Atari`.
+
+    Observations are joined. The memory is the discounted sum of rewards, which `learn` updates.
+    """
+
+    eval_setting = {}
+
+    def __init__(self, args):
+        self.args = args
+        spec = ppo.make_spec(args.env_id)
+        self.observation_space, self.action_space = spec.observation_space, spec.action_space
+
+    def make_pool(self, seeds, evaluation=False, **options):
+        """A pool with an environment for each of `seeds`."""
+        options |= {"num_envs": len(seeds), "seed": seeds.tolist()}
+        return envpool.make(self.args.env_id, env_type="gymnasium", **options)
 
     def start(self, obs, info):
         obs = joined(obs)
         return obs, jnp.zeros(len(obs))
 
     def read(self, memory, valid, outcome):
-        return super().read(memory, valid, (joined(outcome[0]), *outcome[1:]))
+        obs, reward, terminated, truncated, _ = outcome
+        ended = valid & (terminated | truncated)
+        return (joined(obs), reward, terminated, truncated), reward, ended, memory
+
+    def bounded(self, action):
+        """Actions [N, ...], clipped to the bounds of their space, and of its dtype."""
+        space = self.action_space
+        if hasattr(space, "low"):
+            action = action.clip(space.low, space.high).astype(space.dtype)
+        return action
 
 
 def joined(obs):

@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import ppo_minigrid_rnn as ppo  # noqa: E402
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args(ppo.Args):
     """Recurrent PPO on NAVIX."""
 

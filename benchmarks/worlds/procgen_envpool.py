@@ -16,7 +16,7 @@ import mujoco_envpool
 ppo = mujoco_envpool.ppo  # ppo_atari_envpool_xla_jax
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Args(mujoco_envpool.PoolArgs):
     """PPO on Procgen through EnvPool's XLA interface."""
 
@@ -31,17 +31,22 @@ class Args(mujoco_envpool.PoolArgs):
     clip_coef: float = 0.2
 
 
-class Procgen(ppo.World):
-    """Pictures [3, 64, 64]."""
+class Procgen(mujoco_envpool.Vectors):
+    """Images [3, 64, 64]."""
 
     video_options = {}
+    video_fps = 15
 
     def make_pool(self, seeds, evaluation=False, **options):
         return super().make_pool(seeds, num_levels=0 if evaluation else 200, **options)
 
+    def start(self, obs, info):
+        return obs, ()
+
     def read(self, memory, valid, outcome):
-        (obs, reward, *ends), score, ended, memory = super().read(memory, valid, outcome)
-        return (obs, reward / 10, *ends), score, ended, memory
+        obs, reward, terminated, truncated, _ = outcome
+        ended = valid & (terminated | truncated)
+        return (obs, reward / 10, terminated, truncated), reward, ended, memory
 
     def render(self, pool, obs):
         return obs[0].transpose(1, 2, 0)
