@@ -847,15 +847,15 @@ def full_id(text):
 
 
 def find_env(env_id):
-    """The `MiniGrid` of an id; `Problem` with the nearest ids where there is none."""
+    """The `MiniGrid` of an id; `UserError` with the nearest ids where there is none."""
     if full_id(env_id) in ENVIRONMENTS:
         return ENVIRONMENTS[full_id(env_id)]
     near = difflib.get_close_matches(f"MiniGrid-{env_id}", ENVIRONMENTS, n=3, cutoff=0)
-    raise Problem(f"--env-id {env_id} is not in --list-envs; near it: {', '.join(near)}")
+    raise UserError(f"--env-id {env_id} is not in --list-envs; near it: {', '.join(near)}")
 
 
 def make_env(args):
-    """The environment of the flags; nothing else chooses one. `Problem` for an unknown id.
+    """The environment of the flags; nothing else chooses one. `UserError` for an unknown id.
 
     An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
     `max_episode_steps` and, for videos, `render(state)` -> uint8 [rows, columns, 3]. States and
@@ -1886,7 +1886,7 @@ def record_video(args, evaluation, path):
 # ==================================================================================================
 
 
-class Problem(Exception):
+class UserError(Exception):
     """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
 
 
@@ -1919,15 +1919,15 @@ def over_seeds(function, *trees):
 
 
 def make_mesh(args):
-    """The first `num_devices` devices of every process; raises `Problem`."""
+    """The first `num_devices` devices of every process; raises `UserError`."""
     if args.num_devices > jax.local_device_count():
-        raise Problem(f"--num-devices {args.num_devices}: JAX sees {jax.local_device_count()}")
+        raise UserError(f"--num-devices {args.num_devices}: JAX sees {jax.local_device_count()}")
     devices = []
     for process in range(jax.process_count()):
         devices += jax.local_devices(process_index=process)[: args.num_devices]
     if args.num_envs % (args.num_minibatches * len(devices)):
         size = f"--num-minibatches x {len(devices)} devices"
-        raise Problem(f"--num-envs must be a multiple of {size}")
+        raise UserError(f"--num-envs must be a multiple of {size}")
     return jax.sharding.Mesh(np.array(devices), ("devices",))
 
 
@@ -1948,9 +1948,9 @@ def join_processes(args):
     All processes do the same. What the others than the first one write goes to a folder that is
     deleted at the end, and what they print nowhere.
     """
-    # JAX's own service would catch SIGTERM before `remembered_signals` does.
+    # JAX's own service would catch SIGTERM before `stop_signals` does.
     jax.config.update("jax_enable_preemption_service", False)
-    with problems("--distributed", ValueError):  # no cluster is found
+    with user_errors("--distributed", ValueError):  # no cluster is found
         jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
     if jax.process_index() == 0:
         return args
@@ -1979,7 +1979,7 @@ def evaluate_seeds(args, params):
 # --- Compiled functions ---
 
 
-def input_numbers(args):
+def float_inputs(args):
     """{name: number} of the float hyperparameters and the seed, the inputs of compiled functions.
 
     Changing them does not recompile. All other flags are static.
@@ -1988,39 +1988,39 @@ def input_numbers(args):
     return floats | {"seed": np.uint32(args.seed)}
 
 
-def program(args, function, level=2, **options):
-    """Jits function(args, ...) as a function of `input_numbers(args)` and the other arguments.
+def jit_function(args, function, level=2, **options):
+    """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
 
     On a CPU level 2 of LLVM compiles faster than the default, 3, and runs as fast. Level 0 is best
     for a function that runs once. XLA_FLAGS has priority.
     """
 
     @functools.wraps(function)  # its name appears in profiles
-    def with_numbers(numbers, *inputs):
+    def with_floats(numbers, *inputs):
         return function(dataclasses.replace(args, **numbers), *inputs)
 
     name = "xla_backend_optimization_level"
     if jax.default_backend() == "cpu" and name not in os.environ.get("XLA_FLAGS", ""):
         options["compiler_options"] = {name: level}
-    return jax.jit(with_numbers, **options)
+    return jax.jit(with_floats, **options)
 
 
 # --- Files ---
 
 
 @contextlib.contextmanager
-def problems(message, *kinds):
-    """Turns exceptions of some kinds into a `Problem` that begins with a message."""
+def user_errors(message, *kinds):
+    """Turns exceptions of some kinds into a `UserError` that begins with a message."""
     try:
         yield
     except kinds as error:
-        raise Problem(f"{message}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{message}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
-    with problems(f"{path} cannot be written", OSError):
+    with user_errors(f"{path} cannot be written", OSError):
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -2055,12 +2055,12 @@ def load_checkpoint(run_dir, like):
     """The tree `like` with the arrays of a run's checkpoint.
 
     `like` has shapes and dtypes. It is a `TrainState`, or {"params": ...} for a part of one.
-    Raises `Problem` for a damaged file, and for one with other names, shapes or dtypes.
+    Raises `UserError` for a damaged file, and for one with other names, shapes or dtypes.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     wanted, arrays = jax.eval_shape(named_arrays, like), []
     # Damaged bytes make NumPy and zipfile raise nearly anything.
-    with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
+    with user_errors(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
         saved = {name: file[name] for name in file if name in wanted}
     for (name, want), leaf in zip(wanted.items(), jax.tree.leaves(like)):
         array = saved.get(name, np.empty(0))
@@ -2068,7 +2068,7 @@ def load_checkpoint(run_dir, like):
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
-            raise Problem(f"{path} does not fit: {name} is {found}, not {want.dtype} {want.shape}")
+            raise UserError(f"{path} does not fit: {name} is {found}, not {want.dtype} {want.shape}")
         if leaf.dtype != want.dtype:
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros_like(leaf)))
         arrays.append(jnp.asarray(array))
@@ -2091,9 +2091,9 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for invalid flags. Limits of flags that you have removed are ignored."""
+    """Raises `UserError` for invalid flags. Limits of flags that you have removed are ignored."""
     if not args.total_timesteps >= args.batch_size:
-        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
+        raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
     sizes = "action_emb_dim rnn_hidden_dim rnn_num_layers head_hidden_dim"
     more = "checkpoint_interval eval_episodes num_devices episodes_per_trial"
@@ -2101,20 +2101,20 @@ def check_args(args):
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')}"
         if (name in counts and value < 1) or value != value:  # NaN
-            raise Problem(f"{flag} must be a positive number")
+            raise UserError(f"{flag} must be a positive number")
         as_json = list(value) if isinstance(value, tuple) else value
         if json.loads(json.dumps(value, default=str)) != as_json:
-            raise Problem(f"{flag}: args.json cannot store {value!r}")
+            raise UserError(f"{flag}: args.json cannot store {value!r}")
     if args.num_envs % args.num_minibatches:
-        raise Problem(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
+        raise UserError(f"--num-minibatches must divide the {args.num_envs} of --num-envs")
     if args.distributed and args.eval is not None:
-        raise Problem("--eval is for one process, without --distributed")
+        raise UserError("--eval is for one process, without --distributed")
 
 
 def load_args(run_dir):
-    """The `Args` saved in a run's args.json; raises `Problem`."""
+    """The `Args` saved in a run's args.json; raises `UserError`."""
     message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
-    with problems(message, OSError, ValueError, AttributeError, TypeError, Problem):
+    with user_errors(message, OSError, ValueError, AttributeError, TypeError, UserError):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
         check_args(args)
@@ -2133,7 +2133,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
-                raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
+                raise UserError(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
 
@@ -2147,7 +2147,7 @@ def use_compilation_cache():
 
 
 @contextlib.contextmanager
-def remembered_signals():
+def stop_signals():
     """A list that receives the first signal to stop; a second one ends the process.
 
     Signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal and SIGUSR1 of a job scheduler.
@@ -2201,7 +2201,7 @@ class Logger:
     def add(self, file, update, offset=0, **content):
         step = update * self.args.batch_size + offset
         event = Event(wall_time=time.time(), step=step, **content)
-        with problems(f"{file.name} cannot be written", OSError):
+        with user_errors(f"{file.name} cannot be written", OSError):
             RecordWriter(file).write(event.SerializeToString())
 
     def write(self, update, metrics):
@@ -2265,7 +2265,7 @@ class Logger:
 
 def start_tracking(args, run_dir):
     """Starts or resumes the run of Weights & Biases that `Logger` writes to."""
-    with problems("--track", Exception):  # not installed, no login, no network
+    with user_errors("--track", Exception):  # not installed, no login, no network
         import wandb
 
         owner = dict(project=args.wandb_project_name, entity=args.wandb_entity)
@@ -2316,7 +2316,7 @@ def try_video(args, evaluation, run_dir, name):
 def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     _, params = load_run(args.eval)
-    evaluation = program(args, evaluate_seeds)(input_numbers(args), params)
+    evaluation = jit_function(args, evaluate_seeds)(float_inputs(args), params)
     summary = {"args": vars(args), **evaluation_summary(args, evaluation)}
     write_json(pathlib.Path(args.eval, "eval.json"), summary)
     try_video(args, evaluation, pathlib.Path(args.eval), "eval")
@@ -2343,14 +2343,14 @@ def start_run(args, run_dir, out_dir):
     """Creates the state of a run or loads it from `run_dir`, and compiles its update.
 
     Writes args.json into `out_dir`. Returns (state, run_update, run_evaluation), the functions as
-    `run_updates` calls them. Raises `Problem` for a finished run.
+    `run_updates` calls them. Raises `UserError` for a finished run.
     """
-    numbers, mesh = input_numbers(args), make_mesh(args)
+    numbers, mesh = float_inputs(args), make_mesh(args)
     placed, everywhere = state_shardings(mesh), jax.NamedSharding(mesh, jax.P())
-    init = program(args, init_states, level=0)
+    init = jit_function(args, init_states, level=0)
     layout = dict(donate_argnums=1, out_shardings=(placed, everywhere))
-    run_update = program(args, update_seeds, **layout)
-    run_evaluation = program(args, evaluate_seeds, out_shardings=everywhere)
+    run_update = jit_function(args, update_seeds, **layout)
+    run_evaluation = jit_function(args, evaluate_seeds, out_shardings=everywhere)
     like = jax.eval_shape(init, numbers)
     saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first one
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
@@ -2358,14 +2358,14 @@ def start_run(args, run_dir, out_dir):
     like, state = jax.eval_shape(place, like), place(state)
     done = jax.device_get(state.update)[0] >= args.num_updates
     if done and (run_dir / "summary.json").exists():
-        raise Problem(f"{run_dir} is finished: a larger --total-timesteps continues it")
+        raise UserError(f"{run_dir} is finished: a larger --total-timesteps continues it")
     # Tracing finds errors in the evaluation before the update is compiled.
     with jax.set_mesh(mesh):  # for `spread`
         traced = run_update.trace(numbers, like)
     run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
-    with problems(f"{out_dir} cannot be written", OSError):
+    with user_errors(f"{out_dir} cannot be written", OSError):
         out_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     write_json(out_dir / "args.json", saved_flags(args))
     (out_dir / "summary.json").unlink(missing_ok=True)
@@ -2380,7 +2380,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
     Evaluates and saves in between; returns (state, updates done, signal or 0).
     """
     done, stop = logger.first_update, 0
-    with remembered_signals() as signals:
+    with stop_signals() as signals:
         while done < args.num_updates and not stop and not logger.failed.all():
             state, metrics = run_update(state)  # asynchronous
             done += 1
@@ -2433,16 +2433,16 @@ def finish_run(args, logger, done, evaluation, **seconds):
 
 
 def main(words=None):
-    """Trains, resumes or evaluates a run; raises `Problem`."""
+    """Trains, resumes or evaluates a run; raises `UserError`."""
     begin = time.time()
     args = parse_args(words)
     if args.list_envs:
         return print_envs()
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
-    env = make_env(args)  # raises `Problem` for an unknown id
+    env = make_env(args)  # raises `UserError` for an unknown id
     if args.episodes_per_trial > 1 and not isinstance(env, Trials):
-        raise Problem("--episodes-per-trial: `make_env` does not return `Trials`")
+        raise UserError("--episodes-per-trial: `make_env` does not return `Trials`")
     use_compilation_cache()
     if args.eval is not None:
         return evaluate_run(args)
@@ -2461,7 +2461,7 @@ def main(words=None):
     with contextlib.closing(Logger(args, out_dir, done)) as logger:
         state, done, stop = run_updates(args, logger, state, run_update, run_evaluation)
         if logger.failed.all():
-            raise Problem(f"all seeds have failed: NaN in {logger.cause}")
+            raise UserError(f"all seeds have failed: NaN in {logger.cause}")
         save_checkpoint(out_dir, state)
         if stop:
             print(f"interrupted at update {done}; to resume: --resume {run_dir}")
@@ -3484,7 +3484,7 @@ def draw_view(view):
 if __name__ == "__main__":
     try:
         main()
-    except (Problem, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, Problem) and "RESOURCE_EXHAUSTED" not in str(error):
+    except (UserError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, UserError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         sys.exit(f"error: {error}")

@@ -369,7 +369,7 @@ class CartPoleSwingUp:
 
 
 def make_env(args):
-    """The environment of training; the only place that names it. `Problem` for an unknown id.
+    """The environment of training; the only place that names it. `UserError` for an unknown id.
 
     A limit of 100 steps is right only where `reset` starts all over the state space. Starts at rest
     straight down would be rare, and those at the edge of the task's range are the hardest: so there
@@ -377,7 +377,7 @@ def make_env(args):
     below ten or so: they reach reward_scale * largest reward / (1 - gamma).
     """
     if args.env_id != "CartPoleSwingUp-v0":
-        raise Problem(f"--env-id {args.env_id}: start it by the program that brings it")
+        raise UserError(f"--env-id {args.env_id}: start it by the program that brings it")
     return CartPoleSwingUp(
         hanging=args.hanging_starts,
         start_range=args.train_start_range,
@@ -1155,7 +1155,7 @@ def record_video(args, evaluation, path):
 # ==================================================================================================
 
 
-class Problem(Exception):
+class UserError(Exception):
     """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
 
 
@@ -1197,7 +1197,7 @@ def evaluate_seeds(args, params):
 # --- Compiled functions ---
 
 
-def input_numbers(args):
+def float_inputs(args):
     """{name: number} of the float hyperparameters and the seed, the inputs of compiled functions.
 
     Changing them does not recompile. All other flags are static.
@@ -1206,39 +1206,39 @@ def input_numbers(args):
     return floats | {"seed": np.uint32(args.seed)}
 
 
-def program(args, function, level=2, **options):
-    """Jits function(args, ...) as a function of `input_numbers(args)` and the other arguments.
+def jit_function(args, function, level=2, **options):
+    """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
 
     On a CPU level 2 of LLVM compiles faster than the default, 3, and runs as fast. Level 0 is best
     for a function that runs once. XLA_FLAGS has priority.
     """
 
     @functools.wraps(function)  # its name appears in profiles
-    def with_numbers(numbers, *inputs):
+    def with_floats(numbers, *inputs):
         return function(dataclasses.replace(args, **numbers), *inputs)
 
     name = "xla_backend_optimization_level"
     if jax.default_backend() == "cpu" and name not in os.environ.get("XLA_FLAGS", ""):
         options["compiler_options"] = {name: level}
-    return jax.jit(with_numbers, **options)
+    return jax.jit(with_floats, **options)
 
 
 # --- Files ---
 
 
 @contextlib.contextmanager
-def problems(message, *kinds):
-    """Turns exceptions of some kinds into a `Problem` that begins with a message."""
+def user_errors(message, *kinds):
+    """Turns exceptions of some kinds into a `UserError` that begins with a message."""
     try:
         yield
     except kinds as error:
-        raise Problem(f"{message}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{message}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
-    with problems(f"{path} cannot be written", OSError):
+    with user_errors(f"{path} cannot be written", OSError):
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1270,12 +1270,12 @@ def load_checkpoint(run_dir, like):
     """The tree `like` with the arrays of a run's checkpoint.
 
     `like` has shapes and dtypes. It is a `TrainState`, or {"params": ...} for a part of one.
-    Raises `Problem` for a damaged file, and for one with other names, shapes or dtypes.
+    Raises `UserError` for a damaged file, and for one with other names, shapes or dtypes.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     wanted, arrays = jax.eval_shape(named_arrays, like), []
     # Damaged bytes make NumPy and zipfile raise nearly anything.
-    with problems(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
+    with user_errors(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
         saved = {name: file[name] for name in file if name in wanted}
     for (name, want), leaf in zip(wanted.items(), jax.tree.leaves(like)):
         array = saved.get(name, np.empty(0))
@@ -1283,7 +1283,7 @@ def load_checkpoint(run_dir, like):
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
-            raise Problem(f"{path} does not fit: {name} is {found}, not {want.dtype} {want.shape}")
+            raise UserError(f"{path} does not fit: {name} is {found}, not {want.dtype} {want.shape}")
         if leaf.dtype != want.dtype:
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros_like(leaf)))
         arrays.append(jnp.asarray(array))
@@ -1306,26 +1306,26 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `Problem` for invalid flags. Limits of flags that you have removed are ignored."""
+    """Raises `UserError` for invalid flags. Limits of flags that you have removed are ignored."""
     if not args.total_timesteps >= args.batch_size:
-        raise Problem(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
+        raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
     counts = f"{counts} checkpoint_interval eval_episodes train_episode_steps".split()
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')}"
         if (name in counts and value < 1) or value != value:  # NaN
-            raise Problem(f"{flag} must be a positive number")
+            raise UserError(f"{flag} must be a positive number")
         as_json = list(value) if isinstance(value, tuple) else value
         if json.loads(json.dumps(value, default=str)) != as_json:
-            raise Problem(f"{flag}: args.json cannot store {value!r}")
+            raise UserError(f"{flag}: args.json cannot store {value!r}")
     if args.batch_size % args.num_minibatches:
-        raise Problem(f"--num-minibatches must divide the batch of {args.batch_size} samples")
+        raise UserError(f"--num-minibatches must divide the batch of {args.batch_size} samples")
 
 
 def load_args(run_dir):
-    """The `Args` saved in a run's args.json; raises `Problem`."""
+    """The `Args` saved in a run's args.json; raises `UserError`."""
     message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
-    with problems(message, OSError, ValueError, AttributeError, TypeError, Problem):
+    with user_errors(message, OSError, ValueError, AttributeError, TypeError, UserError):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
         check_args(args)
@@ -1344,7 +1344,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
-                raise Problem(f"--{name.replace('_', '-')} of a run cannot change")
+                raise UserError(f"--{name.replace('_', '-')} of a run cannot change")
     check_args(args)
     return args
 
@@ -1358,7 +1358,7 @@ def use_compilation_cache():
 
 
 @contextlib.contextmanager
-def remembered_signals():
+def stop_signals():
     """A list that receives the first signal to stop; a second one ends the process.
 
     Signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal and SIGUSR1 of a job scheduler.
@@ -1412,7 +1412,7 @@ class Logger:
     def add(self, file, update, offset=0, **content):
         step = update * self.args.batch_size + offset
         event = Event(wall_time=time.time(), step=step, **content)
-        with problems(f"{file.name} cannot be written", OSError):
+        with user_errors(f"{file.name} cannot be written", OSError):
             RecordWriter(file).write(event.SerializeToString())
 
     def write(self, update, metrics):
@@ -1476,7 +1476,7 @@ class Logger:
 
 def start_tracking(args, run_dir):
     """Starts or resumes the run of Weights & Biases that `Logger` writes to."""
-    with problems("--track", Exception):  # not installed, no login, no network
+    with user_errors("--track", Exception):  # not installed, no login, no network
         import wandb
 
         owner = dict(project=args.wandb_project_name, entity=args.wandb_entity)
@@ -1487,7 +1487,7 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]; all but success is from the first kind of start."""
+    """{name: [K]} of an `Evaluation` of [K, ...]; success of each kind of start."""
     *sums, success = jax.device_get(evaluation[:4])
     returns, lengths, info = jax.tree.map(lambda x: x[:, 0], sums)
     return {
@@ -1522,7 +1522,7 @@ def try_video(args, evaluation, run_dir, name):
 def evaluate_run(args):
     """`--eval`: writes the run's eval.json and a video, nothing else."""
     _, params = load_run(args.eval)
-    evaluation = program(args, evaluate_seeds)(input_numbers(args), params)
+    evaluation = jit_function(args, evaluate_seeds)(float_inputs(args), params)
     summary = {"args": vars(args), **evaluation_summary(args, evaluation)}
     write_json(pathlib.Path(args.eval, "eval.json"), summary)
     try_video(args, evaluation, pathlib.Path(args.eval), "eval")
@@ -1535,24 +1535,24 @@ def start_run(args, run_dir):
     """Creates or loads the state of a run and compiles its update.
 
     Returns (state, run_update, run_evaluation), the functions as `run_updates` calls them. Raises
-    `Problem` for a finished run.
+    `UserError` for a finished run.
     """
-    numbers = input_numbers(args)
-    init = program(args, init_states, level=0)
-    run_update = program(args, update_seeds, donate_argnums=1)
-    run_evaluation = program(args, evaluate_seeds)
+    numbers = float_inputs(args)
+    init = jit_function(args, init_states, level=0)
+    run_update = jit_function(args, update_seeds, donate_argnums=1)
+    run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
     saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first one
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates
     if done and (run_dir / "summary.json").exists():
-        raise Problem(f"{run_dir} is finished: a larger --total-timesteps continues it")
+        raise UserError(f"{run_dir} is finished: a larger --total-timesteps continues it")
     # Tracing finds errors in the evaluation before the update is compiled.
     traced = run_update.trace(numbers, like)
     run_evaluation.trace(numbers, like.params)
     if args.track:
         start_tracking(args, run_dir)
-    with problems(f"{run_dir} cannot be written", OSError):
+    with user_errors(f"{run_dir} cannot be written", OSError):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     write_json(run_dir / "args.json", vars(args) | {"resume": None})
     (run_dir / "summary.json").unlink(missing_ok=True)
@@ -1567,7 +1567,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
     Evaluates and saves in between; returns (state, updates done, received signals).
     """
     done = logger.first_update
-    with remembered_signals() as signals:
+    with stop_signals() as signals:
         while done < args.num_updates and not signals and not logger.failed.all():
             state, metrics = run_update(state)  # asynchronous
             done += 1
@@ -1617,7 +1617,7 @@ def finish_run(args, logger, done, evaluation, **seconds):
 
 
 def main(words=None):
-    """Trains, resumes or evaluates a run; raises `Problem`."""
+    """Trains, resumes or evaluates a run; raises `UserError`."""
     begin = time.time()
     args = parse_args(words)
     use_compilation_cache()
@@ -1635,7 +1635,7 @@ def main(words=None):
     with contextlib.closing(Logger(args, run_dir, done)) as logger:
         state, done, signals = run_updates(args, logger, state, run_update, run_evaluation)
         if logger.failed.all():
-            raise Problem(f"all seeds have failed: NaN in {logger.cause}")
+            raise UserError(f"all seeds have failed: NaN in {logger.cause}")
         save_checkpoint(run_dir, state)
         if signals:
             print(f"interrupted at update {done}; to resume: --resume {run_dir}")
@@ -1652,7 +1652,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
         main([] if in_notebook else None)
-    except (Problem, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, Problem) and "RESOURCE_EXHAUSTED" not in str(error):
+    except (UserError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, UserError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         sys.exit(f"error: {error}")

@@ -322,11 +322,11 @@ def solve(choice, task, name):
 
 
 def world(choice, name, package, flags):
-    """What a program of benchmarks/worlds says at its end."""
+    """What a program of benchmarks/environments says at its end."""
     if importlib.util.find_spec(package) is None:
         return {"skipped": f"{package} is not installed"}
     env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "worlds" / f"{name}.py")]
+    command = [sys.executable, str(ROOT / "benchmarks" / "environments" / f"{name}.py")]
     command += words_of(flags_of(choice, name, flags))
     options = dict(env=env, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:

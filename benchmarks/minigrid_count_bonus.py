@@ -196,5 +196,5 @@ def main(words=None):
 if __name__ == "__main__":
     try:
         main()
-    except script.Problem as problem:
+    except script.UserError as problem:
         sys.exit(f"error: {problem}")

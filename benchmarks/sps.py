@@ -97,7 +97,7 @@ def prepare(script, wrap_pool=lambda envs: envs, **changes):
     caller has to.
     """
     args = script.Args(**{"total_timesteps": 1e12, **changes})
-    state = script.program(args, script.init_states, level=0)(script.input_numbers(args))
+    state = script.jit_function(args, script.init_states, level=0)(script.float_inputs(args))
     if not hasattr(script, "start_episodes"):
         return args, state, script.update_seeds, None
     env = script.make_env(args)
@@ -108,8 +108,8 @@ def prepare(script, wrap_pool=lambda envs: envs, **changes):
 
 def compiled(script, args, function, *inputs, **options):
     """function(args, ...) compiled as the script's `main` does it, a function of such inputs."""
-    numbers = script.input_numbers(args)
-    run = script.program(args, function, **options).lower(numbers, *inputs).compile()
+    numbers = script.float_inputs(args)
+    run = script.jit_function(args, function, **options).lower(numbers, *inputs).compile()
     return functools.partial(run, numbers)
 
 

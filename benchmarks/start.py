@@ -102,8 +102,8 @@ def run_script(name, begin, without, words):
     seconds["other"] = seconds["start"] - sum(seconds[key] for key in SHOWN[:5])
     args = script.parse_args(words)
     device = script.start_device()
-    init = script.program(args, script.init_states, level=0, device=device)
-    init = init.lower(jax.device_put(script.input_numbers(args), device))
+    init = script.jit_function(args, script.init_states, level=0, device=device)
+    init = init.lower(jax.device_put(script.float_inputs(args), device))
     found["kernels_init"] = kernels(lowered_compile(init))
     print("\n" + json.dumps({"seconds": seconds, **found}))
 

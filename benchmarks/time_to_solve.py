@@ -291,7 +291,7 @@ def commands(choice, task, seed, folder):
             found["cleanrl"] = [choice.cleanrl_python, str(script), "--seed", str(seed)]
     elif task in WORLDS:
         program, _, script, env_id = WORLDS[task]
-        ours = [python, str(ROOT / "benchmarks" / "worlds" / f"{program}.py"), "--env-id", task]
+        ours = [python, str(ROOT / "benchmarks" / "environments" / f"{program}.py"), "--env-id", task]
         ours += ["--seed", str(seed), "--log-interval", "1"]
         found = {"ours": ours, "ours, from the cache": ours}
         if choice.cleanrl:

@@ -96,11 +96,11 @@ MODULES = [importlib.import_module(name) for name in QUICK]
 
 
 # Files in the order in which they are begun: long tests first, so that no process ends early.
-ORDER = """readme distributed processes parallel benchmarks atari seams swingup cli minigrid_rnn
+ORDER = """readme distributed processes parallel benchmarks atari replacements swingup cli minigrid_rnn
     minigrid_count_bonus accelerators xland ppo cartpole minigrid_env minigrid_envpool
-    drift""".split()
+    same_text""".split()
 # Files whose tests share neither fixtures nor caches.
-INDEPENDENT = ["readme", "benchmarks", "accelerators", "seams"]
+INDEPENDENT = ["readme", "benchmarks", "accelerators", "replacements"]
 
 
 def file_of(path):
@@ -167,7 +167,7 @@ def having(*names, lacking=None):
 def once(name):
     """Restricts a test to the first script that defines a name.
 
-    For what is one text in all of them, as test_drift.py holds, and for paths of `main` on which
+    For what is one text in all of them, as test_same_text.py holds, and for paths of `main` on which
     the scripts do not differ.
     """
     return _with_scripts([module for module in MODULES if hasattr(module, name)][:1])

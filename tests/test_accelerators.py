@@ -121,7 +121,7 @@ def test_all_platforms_begin_with_the_same_bits(script, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
-@once("program")
+@once("jit_function")
 @pytest.mark.quick
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_compiler_options(script, platform, monkeypatch):
@@ -132,12 +132,12 @@ def test_compiler_options(script, platform, monkeypatch):
     jit = jax.jit
     monkeypatch.setattr(jax, "jit", lambda f, **options: seen.append(options) or jit(f, **options))
     args = quick_args(script)
-    run = script.program(args, lambda args: jnp.float32(args.learning_rate))
-    run.lower(script.input_numbers(args)).compile()
+    run = script.jit_function(args, lambda args: jnp.float32(args.learning_rate))
+    run.lower(script.float_inputs(args)).compile()
     names = {"cpu": ["xla_backend_optimization_level"], "gpu": ["xla_gpu_autotune_level"]}
     assert list(seen[0].get("compiler_options", {})) == names.get(platform, [])
     monkeypatch.setenv("XLA_FLAGS", f"--{names.get(platform)}=1")
-    script.program(args, lambda args: 0)
+    script.jit_function(args, lambda args: 0)
     assert not seen[1]
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jit(lambda: 0, compiler_options={"xla_gpu_no_such_level": 0}).lower().compile()

@@ -62,7 +62,7 @@ def first_agent(tree):
 )
 def test_limits_of_envpool(script, flag, value):
     """One line that names the flag and its limits."""
-    with pytest.raises(script.Problem, match=f"^--{flag.replace('_', '-')} must be from [01] to "):
+    with pytest.raises(script.UserError, match=f"^--{flag.replace('_', '-')} must be from [01] to "):
         script.parse_args(words_of(**{flag: value}))
 
 
@@ -544,7 +544,7 @@ def test_evaluation_equals_replay_of_its_first_game(mode, protocol, sticky, limi
     )
     params = initial_agents(args).params
     act = functools.partial(
-        script.program(args, script.evaluation_actions), script.input_numbers(args)
+        script.jit_function(args, script.evaluation_actions), script.float_inputs(args)
     )
     evaluation, again = (script.evaluate(args, act, params) for _ in range(2))
     np.testing.assert_equal(tuple(evaluation), tuple(again))
@@ -646,5 +646,5 @@ def test_compilation_cache_is_off_for_pools(tmp_path, monkeypatch):
 
 
 def test_unknown_game_lists_near_names():
-    with pytest.raises(script.Problem, match="Breakuot-v5.*Breakout-v5"):
+    with pytest.raises(script.UserError, match="Breakuot-v5.*Breakout-v5"):
         script.check_args(quick_args(script, env_id="Breakuot-v5"))

@@ -178,7 +178,7 @@ def test_starts_without(monkeypatch):
     monkeypatch.setattr(jax, "jit", lambda function, **more: options.append(more))
 
     def found():
-        script.program(script.Args(), script.update_seeds)
+        script.jit_function(script.Args(), script.update_seeds)
         return script.start_device(), script.CPU_CORES > 4, "compiler_options" in options.pop()
 
     expected = ["cpu", True, True]

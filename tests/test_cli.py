@@ -51,8 +51,8 @@ TAGS = set(
 
 
 def refusal(script, function, *args, **options):
-    """The message of the `Problem` that a call raises; it is one line, as users will see it."""
-    with pytest.raises(script.Problem) as info:
+    """The message of the `UserError` that a call raises; it is one line, as users will see it."""
+    with pytest.raises(script.UserError) as info:
         function(*args, **options)
     assert len(str(info.value).splitlines()) == 1
     return str(info.value)
@@ -204,7 +204,7 @@ def test_errors_of_users_code_keep_their_traceback(script, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-@having("program")
+@having("jit_function")
 @pytest.mark.quick
 def test_wrong_evaluation_is_noticed_before_compilation(script, tmp_path, monkeypatch):
     """All programs are traced before the update is compiled, and before a folder is made."""
@@ -246,13 +246,13 @@ def test_other_numbers_are_the_same_programs(script):
     every["total_timesteps"] = 2.0 * args.total_timesteps
 
     def texts(args):
-        numbers = script.input_numbers(args)
-        init = script.program(args, script.init_states)
+        numbers = script.float_inputs(args)
+        init = script.jit_function(args, script.init_states)
         state = jax.eval_shape(init, numbers)
         lowered = [
             init.lower(numbers),
-            script.program(args, script.update_seeds).lower(numbers, state),
-            script.program(args, script.evaluate_seeds).lower(numbers, state.params),
+            script.jit_function(args, script.update_seeds).lower(numbers, state),
+            script.jit_function(args, script.evaluate_seeds).lower(numbers, state.params),
         ]
         return [program.as_text() for program in lowered]
 
@@ -910,7 +910,7 @@ class Full(io.FileIO):
 script.open = lambda path, *options, **more: Full(path, "a")
 try:
     script.main(sys.argv[1:])
-except script.Problem as problem:
+except script.UserError as problem:
     sys.exit(f"error: {{problem}}")"""
     options = QUICK[script.__name__] | dict(total_timesteps=10**6)
     process = start(script, tmp_path, code=code, **options)

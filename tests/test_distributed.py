@@ -84,7 +84,7 @@ def test_four_devices_train_as_one_does(script, tmp_path):
 @pytest.mark.parametrize("change", [dict(num_devices=5), dict(num_devices=4, num_minibatches=4)])
 def test_devices_that_do_not_fit(script, change):
     """More than there are; minibatches that cannot be shared equally."""
-    with pytest.raises(script.Problem, match="--num-"):
+    with pytest.raises(script.UserError, match="--num-"):
         script.make_mesh(quick_args(script, **change))
 
 

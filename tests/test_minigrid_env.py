@@ -746,9 +746,9 @@ def test_names():
     assert script.full_id("MultiRoom-N4-S5") == "MiniGrid-MultiRoom-N4-S5-v1"
     assert script.find_env("Empty-8x8-v1") is script.find_env("Empty-8x8-v0")
     assert len(IDS) == 76
-    with pytest.raises(script.Problem, match="DoorKey-8x8"):
+    with pytest.raises(script.UserError, match="DoorKey-8x8"):
         script.find_env("DorKey-8x8")
-    with pytest.raises(script.Problem, match="FourRooms"):
+    with pytest.raises(script.UserError, match="FourRooms"):
         script.find_env("fourrooms")
 
 

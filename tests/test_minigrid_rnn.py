@@ -406,7 +406,7 @@ def test_a_missing_observation_is_named():
 def test_trials_of_an_environment_of_ones_own(monkeypatch):
     """A `make_env` that makes none is a problem; what has no `render` has none in trials either."""
     monkeypatch.setattr(script, "make_env", lambda args: script.find_env(args.env_id))
-    with pytest.raises(script.Problem, match="^--episodes-per-trial: "):
+    with pytest.raises(script.UserError, match="^--episodes-per-trial: "):
         script.main(["--episodes-per-trial=2"])
     assert hasattr(script.Trials(script.find_env("Empty-5x5"), 2), "render")
     assert not hasattr(script.Trials(object(), 2), "render")
@@ -582,7 +582,7 @@ def test_trials_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert all(f"success_rate_{n} {rate:.4g}" in out for n, rate in enumerate(rates, 1))
     assert len(rates) == 2 and max(rates) <= summary["eval_success_rate"] <= sum(rates)
     words = ["--eval", str(run_dir), "--videos-dir", str(tmp_path / "videos")]
-    with pytest.raises(script.Problem, match="--episodes-per-trial: "):
+    with pytest.raises(script.UserError, match="--episodes-per-trial: "):
         script.main([*words, "--episodes-per-trial", "1"])
     script.main([*words, "--episodes-per-trial", "3"])  # trials are trials
     assert "eval_success_rate_3" in json.loads((run_dir / "eval.json").read_text())
@@ -717,6 +717,6 @@ def test_video_has_the_colours_of_its_frames(tmp_path):
 
 
 def test_unknown_environment_names_the_nearest():
-    with pytest.raises(script.Problem, match="MiniGrid-DoorKey-6x6-v0"):
+    with pytest.raises(script.UserError, match="MiniGrid-DoorKey-6x6-v0"):
         script.main(["--env-id", "DorKey-6x6"])
     assert script.parse_args(["--env-id", "MemoryS9"]).env_id == "MiniGrid-MemoryS9-v0"

@@ -22,7 +22,7 @@ def uninterrupted_run(script, long_options, tmp_path_factory):
     return run_main(script, tmp_path_factory.mktemp("uninterrupted"), **long_options)
 
 
-@once("remembered_signals")  # test_distributed.py stops recurrent ones, by SIGTERM
+@once("stop_signals")  # test_distributed.py stops recurrent ones, by SIGTERM
 @pytest.mark.parametrize(
     "number, code", [(signal.SIGKILL, -9), (signal.SIGINT, 130)], ids=["SIGKILL", "SIGINT"]
 )
@@ -58,7 +58,7 @@ def test_stopped_and_resumed_run_ends_the_same(
     assert logged == expected
 
 
-@once("remembered_signals")
+@once("stop_signals")
 def test_second_interrupt_ends_at_once(script, tmp_path):
     """An update of a minute: nobody waits for it twice."""
     sizes = dict(num_envs=1024, num_steps=512, update_epochs=1000, eval_episodes=1)
@@ -78,7 +78,7 @@ def test_second_interrupt_ends_at_once(script, tmp_path):
     assert not list(run_of(tmp_path).glob("summary.json"))
 
 
-@once("remembered_signals")
+@once("stop_signals")
 def test_interrupt_while_compiling_ends_at_once(script, tmp_path, uninterrupted_run, long_options):
     """The run's flags are in its folder, with which `--resume` begins it."""
     env = environment(1, flags="")  # takes seconds
@@ -101,13 +101,13 @@ def test_interrupt_while_compiling_ends_at_once(script, tmp_path, uninterrupted_
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 
 
-@once("remembered_signals")
+@once("stop_signals")
 @pytest.mark.quick
 @pytest.mark.parametrize("number", STOPS)
 def test_signals_in_turn(script, number):
     """The first one is remembered; then, and after `with`, the handlers of before are in place."""
     before = [signal.getsignal(number) for number in STOPS]
-    with script.remembered_signals() as signals:
+    with script.stop_signals() as signals:
         assert not signals
         signal.raise_signal(number)
         assert signals == [number]
@@ -115,7 +115,7 @@ def test_signals_in_turn(script, number):
     assert [signal.getsignal(number) for number in STOPS] == before
 
 
-@once("remembered_signals")
+@once("stop_signals")
 @pytest.mark.quick
 def test_python_without_some_signals(script, monkeypatch):
     """Windows has neither SIGHUP nor SIGUSR1; and nobody need read that it stops."""
@@ -127,18 +127,18 @@ def test_python_without_some_signals(script, monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr(script.os, "write", write)
-    with script.remembered_signals() as signals:
+    with script.stop_signals() as signals:
         signal.raise_signal(signal.SIGTERM)
         assert signals == [signal.SIGTERM]
 
 
-@once("remembered_signals")
+@once("stop_signals")
 @pytest.mark.quick
 def test_ignored_signal_stays_ignored(script):
     """As SIGHUP is under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with script.remembered_signals() as signals:
+        with script.stop_signals() as signals:
             signal.raise_signal(signal.SIGHUP)
             assert not signals
             signal.raise_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from conftest import ROOT, environment, run_main, words_of
 import ppo_minigrid_rnn as script
 
 xminigrid = pytest.importorskip("xminigrid")
-sys.path.insert(0, str(ROOT / "benchmarks" / "worlds"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "environments"))
 import xland_minigrid as world  # noqa: E402
 from xland_tasks import write_tasks  # noqa: E402
 
@@ -122,7 +122,7 @@ def test_a_port_from_the_command_line(tmp_path, monkeypatch):
     args, params = script.load_run(run_dir)
     assert params["params"]["encoder"].keys() == {"conv0", "conv1"}
     monkeypatch.undo()
-    with pytest.raises(script.Problem, match="is not a run of this script"):
+    with pytest.raises(script.UserError, match="is not a run of this script"):
         script.main(["--eval", str(run_dir)])
 
 
@@ -130,7 +130,7 @@ def test_first_use_while_a_program_is_traced():
     """Nothing that xminigrid makes at its import belongs to the program that is traced then."""
     code = """
 import sys
-sys.path.insert(0, "benchmarks/worlds")
+sys.path.insert(0, "benchmarks/environments")
 import jax, xland_minigrid as world
 args = world.Args(env_id="XLand-MiniGrid-MemoryS8")
 reset = jax.jit(jax.vmap(lambda key: world.make_env(args).reset(key)))
@@ -145,7 +145,7 @@ def test_arguments_are_parsed_before_jax_starts(task_file):
     words = ["--env-id", ROOM, "--benchmark-id", task_file]
     code = f"""
 import sys
-sys.path.insert(0, "benchmarks/worlds")
+sys.path.insert(0, "benchmarks/environments")
 import xland_minigrid as world
 from jax._src import xla_bridge
 world.ppo.Args, world.ppo.make_env = world.Args, world.make_env
@@ -171,7 +171,7 @@ def test_usage_errors(task_file, tmp_path):
         (dict(env_id="XLand-MiniGrid-Empty-5x5", benchmark_id=task_file), "has no rulesets"),
         (dict(env_id="Empty-5x5"), "--env-id MiniGrid-Empty-5x5-v0: unknown to xminigrid"),
     ]:
-        with pytest.raises(script.Problem, match=message) as error:
+        with pytest.raises(script.UserError, match=message) as error:
             script.main(words_of(**options))
         assert "\n" not in str(error.value)
 

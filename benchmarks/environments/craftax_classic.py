@@ -1,7 +1,7 @@
 """Craftax Classic in CartPole's script: a reset that takes far longer than a step.
 
-    python benchmarks/worlds/craftax_classic.py --seed 2
-    python benchmarks/worlds/craftax_classic.py --eval runs/<run_name>
+    python benchmarks/environments/craftax_classic.py --seed 2
+    python benchmarks/environments/craftax_classic.py --eval runs/<run_name>
 
 Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
 health changes by. A new map takes far longer than a step, so `starts_per_update` asks for a few
@@ -81,5 +81,5 @@ if __name__ == "__main__":
     ppo.Args, ppo.init_agent, ppo.make_env = Args, init_agent, lambda args: craftax(args.env_id)
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

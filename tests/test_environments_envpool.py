@@ -13,7 +13,7 @@ from conftest import MODULES, ROOT, arrays_of, having, run_of, words_of
 
 pytest.importorskip("envpool")
 gymnasium = pytest.importorskip("gymnasium")
-sys.path.insert(0, str(ROOT / "benchmarks" / "worlds"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "environments"))
 
 import gymnasium_envs  # noqa: E402
 import mujoco_envpool as control  # noqa: E402
@@ -107,7 +107,7 @@ def test_mujoco_envpool(tmp_path, capsys):
     control.main(words_of(eval=run_dir, num_envs=5))
     evaluation = json.loads((run_dir / "eval.json").read_text())
     assert evaluation["per_seed"] == summary["per_seed"]
-    page = (ROOT / "benchmarks" / "worlds" / "README.md").read_text()
+    page = (ROOT / "benchmarks" / "environments" / "README.md").read_text()
     code = page.split("```python\n")[1].split("```")[0].replace("runs/<run_name>", str(run_dir))
     exec(code, loaded := {})
     mean = loaded["evaluation"].episode_return.mean(1)
@@ -305,7 +305,7 @@ def test_procgen_envpool(tmp_path, capsys):
     """Pictures, a network with other strides, a video of them."""
     try:
         procgen_envpool.Procgen(procgen_envpool.Args())
-    except script.Problem as problem:
+    except script.UserError as problem:
         pytest.skip(str(problem))
     words = small_words(tmp_path, num_steps=4, total_timesteps=16, eval_episodes=1)
     procgen_envpool.main(words)

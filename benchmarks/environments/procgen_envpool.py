@@ -1,7 +1,7 @@
 """Procgen in Atari's script: another family of EnvPool with pictures.
 
     apt-get install libqt5gui5  # which EnvPool's Procgen needs, here of Debian and Ubuntu
-    python benchmarks/worlds/procgen_envpool.py --env-id CoinrunEasy-v0 --seed 2
+    python benchmarks/environments/procgen_envpool.py --env-id CoinrunEasy-v0 --seed 2
 
 Training is on 200 levels, evaluation on all. Sizes and rates are those of the Procgen paper
 (https://arxiv.org/abs/1912.01588), in which PPO has 25 million steps; the network is Atari's with

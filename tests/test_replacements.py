@@ -547,7 +547,7 @@ def test_observations_that_need_functions_of_their_own(script, tmp_path, monkeyp
 def test_name_of_an_environment_from_outside(script, tmp_path, monkeypatch):
     """A run has the name of its environment; who starts it without that is told in one line."""
     words = quick_words(script, tmp_path, env_id="My/Mine-v3", total_timesteps=128)
-    with pytest.raises(script.Problem, match="^--env-id My/Mine-v3"):
+    with pytest.raises(script.UserError, match="^--env-id My/Mine-v3"):
         script.main(words)
     make_env, args = script.make_env, quick_args(script)
     monkeypatch.setattr(script, "make_env", lambda _: make_env(args))

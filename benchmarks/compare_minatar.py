@@ -1,7 +1,7 @@
 """Returns and speed on gymnax's MinAtar: gymnax_minatar.py and PureJaxRL in turn, at equal steps.
 
-    python benchmarks/worlds/compare_minatar.py --purejaxrl FOLDER
-    python benchmarks/worlds/compare_minatar.py --purejaxrl FOLDER --games Breakout --out FILE
+    python benchmarks/compare_minatar.py --purejaxrl FOLDER
+    python benchmarks/compare_minatar.py --purejaxrl FOLDER --games Breakout --out FILE
 
 PureJaxRL is a clone of https://github.com/luchris429/purejaxrl, which needs distrax, brax and
 navix. Its hyper-parameters are those of its own notebook on MinAtar, examples/brax_minatar.ipynb,
@@ -9,7 +9,7 @@ but for the length. Each run is a process of its own. They take turns, game by g
 seed. A return is the mean, over the 64 environments, of the last episode that each has finished in
 training; the curve has it at each tenth of the steps. SPS are steps per second of training,
 compilation not counted. An episode lasts up to 1,000 steps (Freeway 2,500) for both; PureJaxRL
-calls the limit a termination. Results go to benchmarks/results/worlds_minatar.json after every
+calls the limit a termination. Results go to benchmarks/results/minatar.json after every
 process.
 """
 
@@ -26,8 +26,8 @@ import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "worlds_minatar.json"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "minatar.json"
 GAMES = "Breakout Freeway SpaceInvaders Asterix".split()
 TAG = "charts/episodic_return"
 
@@ -65,7 +65,7 @@ def run_purejaxrl(choice, game, seed, folder):
 def run_ours(choice, game, seed, folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    path = ROOT / "benchmarks" / "worlds" / "gymnax_minatar.py"
+    path = ROOT / "benchmarks" / "environments" / "gymnax_minatar.py"
     words = ["--env-id", f"{game}-MinAtar", "--seed", str(seed)]
     words += ["--total-timesteps", str(choice.steps)]
     command = [sys.executable, str(path), *words]
@@ -121,7 +121,7 @@ def main():
     names = "jax gymnax flax optax distrax numpy".split()
     versions = {name: importlib.metadata.version(name) for name in names}
     result = {
-        "command": "python benchmarks/worlds/compare_minatar.py --purejaxrl FOLDER",
+        "command": "python benchmarks/compare_minatar.py --purejaxrl FOLDER",
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "purejaxrl_commit": clone,

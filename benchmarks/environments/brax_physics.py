@@ -1,7 +1,7 @@
 """Brax in the swing-up's script, with normalised observations.
 
-    python benchmarks/worlds/brax_physics.py --env-id reacher --seed 2
-    python benchmarks/worlds/brax_physics.py --eval runs/<run_name>
+    python benchmarks/environments/brax_physics.py --env-id reacher --seed 2
+    python benchmarks/environments/brax_physics.py --eval runs/<run_name>
 
 Needs `pip install brax`. To use it elsewhere, copy it beside ppo_swingup_jax.py and leave out the
 line with sys.path.
@@ -102,5 +102,5 @@ if __name__ == "__main__":
     ppo.update_epochs = update_epochs_and_statistics
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

@@ -1,6 +1,6 @@
-"""benchmarks/worlds/: each program at its smallest; gymnax's rules step by step.
+"""benchmarks/environments/: each program at its smallest; gymnax's rules step by step.
 
-Programs whose package is not installed are skipped; benchmarks/worlds/README.md says when they ran
+Programs whose package is not installed are skipped; benchmarks/environments/README.md says when they ran
 last.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import MODULES, ROOT, run_of, words_of
 
-FOLDER = ROOT / "benchmarks" / "worlds"
+FOLDER = ROOT / "benchmarks" / "environments"
 sys.path.insert(0, str(FOLDER))
 SMALL = dict(num_envs=4, num_steps=8, num_minibatches=1, update_epochs=1, total_timesteps=64)
 SMALL |= dict(eval_episodes=2, log_interval=1)

@@ -1,7 +1,7 @@
 """Gymnasium's environments, and your own in Python, in Atari's script.
 
-    python benchmarks/worlds/gymnasium_envs.py --env-id LunarLander-v3 --seed 2
-    PYTHONPATH=. python benchmarks/worlds/gymnasium_envs.py --env-id my_module:Mine-v0
+    python benchmarks/environments/gymnasium_envs.py --env-id LunarLander-v3 --seed 2
+    PYTHONPATH=. python benchmarks/environments/gymnasium_envs.py --env-id my_module:Mine-v0
 
 Install Gymnasium with what the environment needs: `pip install "gymnasium[box2d]"`. A class of your
 own, a `gymnasium.Env`, gets in by a name that its module registers. That module, of the current
@@ -78,7 +78,7 @@ class Gymnasium(control.Vectors):
         try:
             env = example_of(args.env_id)
         except (gymnasium.error.Error, ImportError) as error:
-            raise control.ppo.Problem(f"--env-id {args.env_id}: {error}") from error
+            raise control.ppo.UserError(f"--env-id {args.env_id}: {error}") from error
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.video_fps = env.metadata.get("render_fps", 15)
         if "rgb_array" in env.metadata.get("render_modes", ()):

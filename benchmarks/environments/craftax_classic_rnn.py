@@ -1,7 +1,7 @@
 """Craftax Classic in the recurrent script: `encode` is all that a GRU agent needs beside the world.
 
-    python benchmarks/worlds/craftax_classic_rnn.py --seed 2
-    python benchmarks/worlds/craftax_classic_rnn.py --eval runs/<run_name>
+    python benchmarks/environments/craftax_classic_rnn.py --seed 2
+    python benchmarks/environments/craftax_classic_rnn.py --eval runs/<run_name>
 
 Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
 health changes by. To use it elsewhere, copy it, craftax_classic.py and the two
@@ -49,5 +49,5 @@ if __name__ == "__main__":
     ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: craftax(args.env_id)
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

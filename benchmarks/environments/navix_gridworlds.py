@@ -1,7 +1,7 @@
 """NAVIX's grid worlds in the recurrent script, with the agent's partial view.
 
-    python benchmarks/worlds/navix_gridworlds.py --env-id Navix-DoorKey-5x5-v0 --seed 2
-    python benchmarks/worlds/navix_gridworlds.py --eval runs/<run_name>
+    python benchmarks/environments/navix_gridworlds.py --env-id Navix-DoorKey-5x5-v0 --seed 2
+    python benchmarks/environments/navix_gridworlds.py --eval runs/<run_name>
 
 Needs `pip install navix`. NAVIX gives 1 for the goal, however late it is reached. To use it
 elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line with sys.path.
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     ppo.Args, ppo.encode, ppo.make_env = Args, encode, lambda args: Navix(args.env_id)
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

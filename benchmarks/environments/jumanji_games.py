@@ -1,9 +1,9 @@
 r"""Jumanji's 2048 and Snake in CartPole's script: an observation tree with an action mask.
 
-    python benchmarks/worlds/jumanji_games.py --env-id Game2048-v1 --seed 2
-    python benchmarks/worlds/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97 \
+    python benchmarks/environments/jumanji_games.py --env-id Game2048-v1 --seed 2
+    python benchmarks/environments/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97 \
         --eval-mode sampled
-    python benchmarks/worlds/jumanji_games.py --eval runs/<run_name>
+    python benchmarks/environments/jumanji_games.py --eval runs/<run_name>
 
 Needs `pip install jumanji`. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave out
 the line with sys.path.
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     ppo.compute_gae = compute_scaled_gae
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

@@ -1,7 +1,7 @@
 """XLand-MiniGrid in the recurrent script: tasks that are to be found out by trying.
 
-    python benchmarks/worlds/xland_minigrid.py --benchmark-id trivial-21k --episodes-per-trial 4
-    python benchmarks/worlds/xland_minigrid.py --env-id XLand-MiniGrid-DoorKey-8x8
+    python benchmarks/environments/xland_minigrid.py --benchmark-id trivial-21k --episodes-per-trial 4
+    python benchmarks/environments/xland_minigrid.py --env-id XLand-MiniGrid-DoorKey-8x8
 
 Needs `pip install xminigrid`. `--benchmark-id` is the name of one of its benchmarks, a download, or
 a file that its generator or xland_tasks.py wrote. "XLand-" before the id of one of its ports of
@@ -52,7 +52,7 @@ class XLand:
     """
 
     def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises `Problem` where the arguments do not fit."""
+        """Raises `UserError` where the arguments do not fit."""
         import xminigrid  # makes arrays: not before processes that train together have met
         from xminigrid.core import constants
 
@@ -60,13 +60,13 @@ class XLand:
         name = env_id if env_id in known else env_id.removeprefix("XLand-")
         if name not in known:
             message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
-            raise ppo.Problem(message)
+            raise ppo.UserError(message)
         self.env, self.params = xminigrid.make(name)
         self.benchmark = None
         has_rulesets = hasattr(self.params, "ruleset")
         if has_rulesets != (benchmark_id is not None):
             needs = "needs" if has_rulesets else "has no rulesets, so no"
-            raise ppo.Problem(f"--env-id {env_id} {needs} --benchmark-id")
+            raise ppo.UserError(f"--env-id {env_id} {needs} --benchmark-id")
         if has_rulesets:
             self.benchmark = load_rulesets(benchmark_id, ruleset_id)
         self.num_actions = self.env.num_actions(self.params)
@@ -108,7 +108,7 @@ def load_rulesets(benchmark_id, ruleset_id):
     """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
 
     The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
-    this unpickles what is in a file, so it must come from someone whom you trust. `Problem`.
+    this unpickles what is in a file, so it must come from someone whom you trust. `UserError`.
     """
     from xminigrid import benchmarks
 
@@ -121,14 +121,14 @@ def load_rulesets(benchmark_id, ruleset_id):
         what = f"neither one of {', '.join(known)} nor a file of rulesets"
         if is_name:
             what = "cannot be downloaded or read"
-        raise ppo.Problem(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
+        raise ppo.UserError(f"--benchmark-id {benchmark_id}: {what} ({error})") from error
     count = rulesets.num_rulesets()
     chosen = slice(MAX_RULESETS)
     if ruleset_id is None and count > MAX_RULESETS:
         print(f"of the {count:,} rulesets of {benchmark_id} the first {MAX_RULESETS:,} are used")
     if ruleset_id is not None:
         if not 0 <= ruleset_id < count:
-            raise ppo.Problem(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
+            raise ppo.UserError(f"--ruleset-id {ruleset_id}: {benchmark_id} has 0 to {count - 1}")
         chosen = slice(ruleset_id, ruleset_id + 1)
     return jax.tree.map(lambda x: x[chosen], rulesets)
 
@@ -142,11 +142,11 @@ def find_xland(env_id, benchmark_id, ruleset_id):
 
 
 def make_env(args):
-    """The environment of the flags; `Problem` for those that do not fit."""
+    """The environment of the flags; `UserError` for those that do not fit."""
     if args.img_obs:
-        raise ppo.Problem("--img-obs: XLand-MiniGrid's environments have codes only")
+        raise ppo.UserError("--img-obs: XLand-MiniGrid's environments have codes only")
     if args.ruleset_id is not None and args.benchmark_id is None:
-        raise ppo.Problem("--ruleset-id needs --benchmark-id")
+        raise ppo.UserError("--ruleset-id needs --benchmark-id")
     env = find_xland(args.env_id, args.benchmark_id, args.ruleset_id)
     return ppo.Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
 
@@ -155,5 +155,5 @@ if __name__ == "__main__":
     ppo.Args, ppo.make_env = Args, make_env
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

@@ -2,12 +2,12 @@
 
     for seed in 1 2 3; do
         for id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 InvertedPendulum-v4 Humanoid-v4 Pusher-v4; do
-            python benchmarks/worlds/mujoco_envpool.py --env-id $id --seed $seed --eval-episodes 100
+            python benchmarks/environments/mujoco_envpool.py --env-id $id --seed $seed --eval-episodes 100
         done
     done
-    python benchmarks/worlds/compare_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
+    python benchmarks/compare_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
 
-Reads the summary.json of every run, writes benchmarks/results/worlds_mujoco.json, prints a table:
+Reads the summary.json of every run, writes benchmarks/results/mujoco.json, prints a table:
 of an environment the mean and the standard deviation over seeds of the mean return of sampled
 episodes after training. CleanRL's numbers are from its page of ppo_continuous_action.py: one
 million steps, three seeds. Runs of that script on the machine itself are read from their event
@@ -28,7 +28,7 @@ import platform
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results" / "worlds_mujoco.json"
+RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "mujoco.json"
 CLEANRL = {  # mean and deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
     "HalfCheetah-v4": (1442.64, 46.03),
     "Hopper-v4": (2382.86, 271.74),
@@ -68,7 +68,7 @@ def main():
     versions |= {"python": platform.python_version(), "jax": summaries[0]["jax_version"]}
     flags = summaries[0]["args"]  # the same in all
     results = {
-        "command": "python benchmarks/worlds/mujoco_envpool.py --env-id ID --seed SEED "
+        "command": "python benchmarks/environments/mujoco_envpool.py --env-id ID --seed SEED "
         f"--eval-episodes 100 --num-envs {flags['num_envs']} --num-steps {flags['num_steps']}",
         "commit": choice.commit,
         "date": datetime.date.today().isoformat(),

@@ -1,6 +1,6 @@
 """Writes a file of tasks for `xland_minigrid.py --benchmark-id FILE`.
 
-    python benchmarks/worlds/xland_tasks.py trivial --tasks 64  # needs xminigrid, no download
+    python benchmarks/environments/xland_tasks.py trivial --tasks 64  # needs xminigrid, no download
 
 XLand-MiniGrid's own benchmarks are downloads. These tasks are like those of its trivial one: a goal
 without any rules (hold a thing, stand beside one, lay one beside another, some of them on a certain

@@ -1,7 +1,7 @@
 """MuJoCo Playground's control suite in the swing-up's script.
 
-    python benchmarks/worlds/playground_control.py --env-id CartpoleBalance --seed 2
-    python benchmarks/worlds/playground_control.py --eval runs/<run_name>
+    python benchmarks/environments/playground_control.py --env-id CartpoleBalance --seed 2
+    python benchmarks/environments/playground_control.py --eval runs/<run_name>
 
 Needs `pip install playground`. Its default engine, Warp, needs an NVIDIA GPU; "jax" runs anywhere.
 To use it elsewhere, copy it beside ppo_swingup_jax.py and leave out the line with sys.path.
@@ -61,5 +61,5 @@ if __name__ == "__main__":
     ppo.Args, ppo.make_env = Args, lambda args: playground(args.env_id)
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

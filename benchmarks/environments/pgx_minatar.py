@@ -1,7 +1,7 @@
 """Pgx's MinAtar, which has the sticky actions of the original, in CartPole's script.
 
-    python benchmarks/worlds/pgx_minatar.py --env-id minatar-breakout --seed 2
-    python benchmarks/worlds/pgx_minatar.py --eval runs/<run_name>
+    python benchmarks/environments/pgx_minatar.py --env-id minatar-breakout --seed 2
+    python benchmarks/environments/pgx_minatar.py --eval runs/<run_name>
 
 Needs `pip install pgx`. Its board games have two players, who need more than this script. To use it
 elsewhere, copy it beside ppo_cartpole_jax.py and leave out the line with sys.path.
@@ -85,5 +85,5 @@ if __name__ == "__main__":
     ppo.make_env = lambda args: Pgx(args.env_id)
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

@@ -138,7 +138,7 @@ def test_reinforcement_learning_needs_no_services(script):
         names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
         own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         used = {name.id for name in names} - own
-        assert not used & below - {"Problem"} - in_catalogue, node.name
+        assert not used & below - {"UserError"} - in_catalogue, node.name
 
 
 def test_public_docstrings(script):

@@ -1,7 +1,7 @@
 """gymnax's MinAtar in CartPole's script, which flattens the pictures of ten by ten cells.
 
-    python benchmarks/worlds/gymnax_minatar.py --env-id Breakout-MinAtar --seed 2
-    python benchmarks/worlds/gymnax_minatar.py --eval runs/<run_name>
+    python benchmarks/environments/gymnax_minatar.py --env-id Breakout-MinAtar --seed 2
+    python benchmarks/environments/gymnax_minatar.py --eval runs/<run_name>
 
 Needs `pip install gymnax six`. Breakout, Freeway, SpaceInvaders and Asterix; other environments
 of gymnax with discrete actions, too, whose `get_obs` needs a state alone. The flags are those of
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     ppo.make_env = lambda args: Gymnax(args.env_id)
     try:
         ppo.main()
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")

@@ -1,8 +1,8 @@
 """Continuous control in Atari's script: MuJoCo, dm_control, MetaWorld and others that EnvPool has.
 
-    python benchmarks/worlds/mujoco_envpool.py --env-id HalfCheetah-v4 --seed 2
-    python benchmarks/worlds/mujoco_envpool.py --env-id CartpoleBalance-v1 --total-timesteps 2e5
-    python benchmarks/worlds/mujoco_envpool.py --eval runs/<run_name> --eval-episodes 100
+    python benchmarks/environments/mujoco_envpool.py --env-id HalfCheetah-v4 --seed 2
+    python benchmarks/environments/mujoco_envpool.py --env-id CartpoleBalance-v1 --total-timesteps 2e5
+    python benchmarks/environments/mujoco_envpool.py --eval runs/<run_name> --eval-episodes 100
 
 The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian whose deviations
 do not depend on the observation, two networks of 64-64 tanh, running statistics that normalise
@@ -102,7 +102,7 @@ def init_agent(args, key, env):
     obs_size, space = joined(obs).shape[1], env.action_space
     discrete = not str(space.dtype).startswith("float")
     if discrete and (space.shape or getattr(space, "start", 1) > 0):
-        raise ppo.Problem(f"actions are Discrete, from 0, or a Box of floats here, not {space}")
+        raise ppo.UserError(f"actions are Discrete, from 0, or a Box of floats here, not {space}")
     action_size = int(space.n) if discrete else math.prod(space.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -171,7 +171,7 @@ def main(words=None, args=Args, world=Vectors, agent=(init_agent, forward, learn
     ppo.init_agent, ppo.forward, ppo.learn = agent
     try:
         ppo.main(words)
-    except ppo.Problem as problem:
+    except ppo.UserError as problem:
         sys.exit(f"error: {problem}")
 
 
