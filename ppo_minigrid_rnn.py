@@ -2059,16 +2059,17 @@ def load_checkpoint(run_dir, like):
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     wanted, arrays = jax.eval_shape(named_arrays, like), []
-    # Damaged bytes make NumPy and zipfile raise nearly anything.
-    with user_errors(f"{path} cannot be read", Exception), np.load(path, allow_pickle=False) as file:
-        saved = {name: file[name] for name in file if name in wanted}
+    with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
+        with np.load(path, allow_pickle=False) as file:
+            saved = {name: file[name] for name in file if name in wanted}
     for (name, want), leaf in zip(wanted.items(), jax.tree.leaves(like)):
         array = saved.get(name, np.empty(0))
         if array.dtype.kind == "V":  # bfloat16, float8, int4
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
-            raise UserError(f"{path} does not fit: {name} is {found}, not {want.dtype} {want.shape}")
+            wish = f"{want.dtype} {want.shape}"
+            raise UserError(f"{path} does not fit: {name} is {found}, not {wish}")
         if leaf.dtype != want.dtype:
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros_like(leaf)))
         arrays.append(jnp.asarray(array))

@@ -96,8 +96,8 @@ MODULES = [importlib.import_module(name) for name in QUICK]
 
 
 # Files in the order in which they are begun: long tests first, so that no process ends early.
-ORDER = """readme distributed processes parallel benchmarks atari replacements swingup cli minigrid_rnn
-    minigrid_count_bonus accelerators xland ppo cartpole minigrid_env minigrid_envpool
+ORDER = """readme distributed processes parallel benchmarks atari replacements swingup cli
+    minigrid_rnn minigrid_count_bonus accelerators xland ppo cartpole minigrid_env minigrid_envpool
     same_text""".split()
 # Files whose tests share neither fixtures nor caches.
 INDEPENDENT = ["readme", "benchmarks", "accelerators", "replacements"]
