@@ -5,51 +5,34 @@
 #     "flax>=0.12", "optax>=0.2.6", "imageio[ffmpeg]>=2.37", "envpool>=1.2.5",
 # ]
 # ///
-"""PPO on Atari in one file: EnvPool's emulators, CNN, GAE and update in one XLA program.
+"""PPO on Atari in one file: EnvPool's XLA interface, a CNN, GAE and a fully jitted update.
 
     python ppo_atari_envpool_xla_jax.py                           # Breakout, ten million steps
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --num-seeds 2  # two agents, one pool
-    python ppo_atari_envpool_xla_jax.py --resume runs/<run_name>  # go on, with new games
-    python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluate a run, record a video
+    python ppo_atari_envpool_xla_jax.py --resume runs/<run_name>  # resumes with new games
+    python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluates, records a video
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
-environments x 128 steps, four passes over each batch. (There values are not clipped either,
-whatever the flag says, steps that only reset are learned from, and the time limit is an end.) A
-step is one decision of the agent, four frames of the console. One pass learns less from a step, but
-takes less than half of the time: with `--update-epochs 1 --num-minibatches 16 --total-timesteps
-5e6`, Breakout reached a return of 248 in 4.4 hours on one CPU core, Pong 17 in 2.1. Pong reached 20
-in 2.6 hours on two cores by
+environments x 128 steps, four epochs. (That script ignores its value clipping flag, learns from
+steps that only reset, and treats truncation as termination.) A step is one decision of the agent,
+four frames of the console. One epoch learns less from a step but takes less than half of the time:
+with `--update-epochs 1 --num-minibatches 16 --total-timesteps 5e6`, Breakout reached a return of
+248 in 4.4 hours on one CPU core, Pong 17 in 2.1 hours. Pong reached 20 in 2.6 hours on two cores:
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
-A policy pi(a|s), the actor, gives each action a probability. The critic estimates V(s), the
-discounted sum of rewards to expect from a state. PPO (https://arxiv.org/abs/1707.06347) repeats one
-`update`:
+ppo_cartpole_jax.py explains PPO. Here one pool of emulators plays for all agents, so `rollout` and
+`update` handle K agents. `learn`, the rest of an update, is a pure function for one agent. Only the
+class `Atari` and the network are specific to Atari: another vector environment replaces them, see
+`Atari`. The sections above "Running" contain the algorithm. "Running" trains it from a shell.
 
-    1. rollout            T steps in N environments with the current policy    B = T * N samples
-    2. trajectory_values  what return did the critic expect from each state?   values V
-    3. compute_gae        how much better than that did each action turn out?  advantages A
-    4. update_epochs      several passes over the samples in shuffled minibatches:
-         ppo_loss           make better actions likelier; fit the critic       its gradient
-         optimizer_update   a step against that gradient                       parameters
-
-The loss stops each sample from pushing the policy far from the one that played it, so that the same
-samples serve for many steps. One pool of emulators plays for all agents: `rollout` and `update` are
-of K agents. `learn`, all after the rollout, is of one agent and pure. All above the banner
-"Running" is reinforcement learning; what is below runs it. (Of that it uses `over_seeds`, one agent
-after the other or all at once, `evaluation_keys`, and `UserError`.)
-
-The class `Atari` and the network are all that is Atari's. EnvPool's other families and environments
-in Python, such as Gymnasium's, take their place: see `World`.
-
-EnvPool runs on Linux, its XLA calls on CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
-has its parameters, optimizer, schedule and key back, but its games start anew.
+EnvPool requires Linux and supports CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
+restores parameters, optimizer, schedule and key, and starts new games.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
 minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
-An observation is an array, Atari's is uint8 [4, 84, 84], or a tree of arrays; `obs` is a batch of
-them. An action is an array of any shape, Atari's is a number.
+Observations and actions may have other shapes in other environments.
 """
 
 import contextlib
@@ -92,57 +75,55 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_atari_envpool_xla_jax")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
+    """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
-    """folder that receives <run_name>/ with videos"""
+    """folder for <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between two looks at the metrics; every update is logged"""
+    """updates between fetching metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
-    """episodes of an evaluation, each in an environment of its own"""
+    """episodes per evaluation, each in its own environment"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """draw actions, or take the likeliest, which in whole games may never press FIRE"""
+    """sample actions, or take the most probable ones, which may never press FIRE"""
     eval_protocol: Literal["training", "whole-games"] = "training"
-    """training: the step after a lost life only resets, as in training; whole-games: none does"""
+    """reset after each lost life, as in training, or play whole games"""
     capture_video: bool = False
-    """also record a video at each evaluation during training"""
+    """record a video at each evaluation during training"""
     resume: str | None = None
-    """folder of a run to go on with; its flags become the defaults"""
+    """folder of a run to resume; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video"""
+    """folder of a run to evaluate; writes eval.json and a video"""
     track: bool = False
-    """also log to Weights & Biases (needs the wandb package)"""
+    """log to Weights & Biases (requires the wandb package)"""
     wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
     wandb_entity: str | None = None
-    """its user or team"""
+    """Weights & Biases user or team"""
 
     # Environment
     env_id: str = "Breakout-v5"
-    """game, as EnvPool names it"""
+    """EnvPool's name of the game"""
     max_episode_steps: int = 27_000
     """steps of four frames after which a game is truncated"""
     repeat_action_probability: float = 0.0
-    """sticky actions: probability that a frame repeats the action of the frame before"""
+    """sticky actions: probability that a frame repeats the previous action"""
     full_action_space: bool = False
-    """all 18 actions of the console instead of those that the game uses"""
+    """all 18 actions of the console instead of the game's own"""
     num_envs: int = 8
-    """parallel environments of each agent"""
+    """parallel environments per agent"""
 
-    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
-    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
-
-    # Algorithm
+    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
+    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
+    # 1e6 parses.
     total_timesteps: float = 10_000_000.0
-    """environment steps of each agent, rounded down to whole updates"""
+    """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 128
     """steps per environment and update"""
     learning_rate: float = 2.5e-4
@@ -152,36 +133,36 @@ class Args:
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
+    """lambda of generalized advantage estimation"""
     num_minibatches: int = 4
     """minibatches per epoch"""
     update_epochs: int = 4
     """passes over the batch per update"""
     norm_adv: bool = True
-    """normalise advantages in each minibatch"""
+    """normalize advantages per minibatch"""
     clip_coef: float = 0.1
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
-    """clip the value loss too, by the same range"""
+    """clip the value loss by the same range"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """gradients are scaled down to this global norm"""
+    """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update at the first minibatch whose approx_kl exceeds this"""
+    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
     @property
     def batch_size(self) -> int:
-        """Environment steps of one update, B."""
+        """Environment steps per update, B."""
         return self.num_envs * self.num_steps
 
     @property
     def num_updates(self) -> float:
-        """Updates of the whole run, U, a whole number."""
+        """Updates per run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -317,24 +298,24 @@ def make_env(args):
 
 
 class Categorical(NamedTuple):
-    """Distributions over A actions, one for each observation: p(a) = softmax(logits)_a.
+    """Distributions over A actions: p(a) = softmax(logits)_a.
 
-    To forbid an action, give it the logit -1e9 (with -inf, 0 * inf would make the entropy NaN).
+    A logit of -1e9 masks an action (with -inf the entropy would be NaN).
     """
 
     logits: jax.Array  # [..., A]
 
     def log_probs(self):
-        """Logarithms of all probabilities, actions first: [A, ...]."""
+        """Log-probabilities of all actions, actions first: [A, ...]."""
         # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
-        """Random actions [...], int32."""
+        """Samples actions [...], int32."""
         return jax.random.categorical(key, self.logits).astype(jnp.int32)
 
     def mode(self):
-        """The most likely actions [...], int32."""
+        """The most probable actions [...], int32."""
         return self.logits.argmax(-1).astype(jnp.int32)
 
     def log_prob(self, action):
@@ -366,11 +347,9 @@ def pixels_first(obs):
 def convolve(x, kernel, stride):
     """Convolution without padding: [C, Y, X, M] with [k, k, C, F] gives [F, Y', X', M].
 
-    It is a matrix product of the kernel with all patches, because XLA's gradient of a convolution
-    inside `lax.scan` is a slow loop on a CPU: that of slices and a product is 26 times faster. With
-    the batch last, each slice copies long contiguous runs. The stride must divide k, Y and X: then
-    blocks of stride x stride pixels become channels, a convolution of stride 1 remains, and the
-    patches are a few slices.
+    A matrix product of the kernel with all patches. XLA's gradient of a convolution inside
+    `lax.scan` is a slow loop on a CPU; this one is 26 times faster. The stride must divide k, Y and
+    X: blocks of stride x stride pixels become channels, and a convolution of stride 1 remains.
     """
     channels, height, width, num = x.shape
     size, features = kernel.shape[0], kernel.shape[-1]
@@ -390,16 +369,11 @@ def convolve(x, kernel, stride):
 
 
 def orthogonal(gain):
-    """An initializer of orthogonal weights, for flax.
-
-    A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
-    signals and gradients neither vanish nor explode with depth. The gain sqrt(2) makes up for relu,
-    which halves a signal's power. The actor's 0.01 gives nearly the same policy in all states.
-    """
+    """A flax initializer of orthogonal weights; `init_mlp` of CartPole's script explains gains."""
 
     def draw(key, shape, dtype=jnp.float32):
         initializer = functools.partial(nn.initializers.orthogonal(gain), shape=shape, dtype=dtype)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        # Sequential under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
         return jax.custom_batching.sequential_vmap(initializer)(key)
 
     return draw
@@ -408,10 +382,8 @@ def orthogonal(gain):
 class NatureCNN(nn.Module):
     """The "Nature" CNN (https://doi.org/10.1038/nature14236) with heads for actor and critic.
 
-    Both share the convolutions: seeing costs nearly all of the time, and the critic's errors help
-    to learn it. 4 frames x 84 x 84 pixels -> 32 x 20 x 20 -> 64 x 9 x 9 -> 64 x 7 x 7 -> 512
-    features. A network of your own keeps a layer "actor" with a bias, by which `forward` counts the
-    actions. `nn.Conv` works in it, but its gradient is slow on a CPU.
+    Shapes: 4 x 84 x 84 pixels -> 32 x 20 x 20 -> 64 x 9 x 9 -> 64 x 7 x 7 -> 512 features. Your own
+    network needs a layer "actor" with a bias, from which `forward` gets the number of actions.
     """
 
     num_actions: int
@@ -452,19 +424,15 @@ def forward(args, params, obs):
 
 
 def make_optimizer(args):
-    """Scales gradients down to `max_grad_norm`, then Adam, arXiv:1412.6980, without its rate.
-
-    Adam divides a running mean of the gradient by the root of one of its square, so that every
-    parameter moves by about the learning rate, whatever the scale of its gradient.
-    """
+    """Clips the global norm of gradients, then applies Adam without its learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps)
     )
 
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
-    """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
-    # An array each: XLA works on a vector with a single core of a CPU, and this one is long.
+    """One step; returns (params, opt_state, norm of the gradients before clipping)."""
+    # Separate arrays: XLA's CPU backend processes one vector on a single core.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
@@ -476,28 +444,28 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 
 
 class EnvState(NamedTuple):
-    """What the pool's last step told."""
+    """The result of the pool's last step."""
 
     obs: jax.Array  # [N, ...]
-    done: jax.Array  # [N], that step ended an episode: the next one only resets
-    memory: jax.Array  # the world's
+    done: jax.Array  # [N], the step ended an episode, so the next one only resets
+    memory: jax.Array  # see `Atari.read`
 
 
 class EpisodeStats(NamedTuple):
-    """The running and the last finished episode of every environment, each [N].
+    """The running and the last finished episode of each environment, [N].
 
-    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
-    that each has finished: a mean over the episodes that end in one update would favour short ones.
+    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
     last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # likewise
+    last_length: jax.Array  # -inf before the first episode has ended
 
 
 class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front."""
+    """One step of N environments; a trajectory has a leading axis of T steps."""
 
     obs: jax.Array  # [N, ...]
     action: jax.Array  # [N, ...], as drawn, whatever the world's bounds
@@ -512,7 +480,7 @@ class Transition(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the loss may read: B samples, or the M of a minibatch."""
+    """Inputs of the loss: B samples, or the M of a minibatch."""
 
     obs: jax.Array  # [B, ...]
     action: jax.Array  # [B, ...]
@@ -524,13 +492,13 @@ class Batch(NamedTuple):
 
 
 def init_episode_stats(num_envs):
-    """Before the first step."""
+    """Statistics before the first step."""
     zeros, never = jnp.zeros(num_envs, jnp.float32), jnp.full(num_envs, -jnp.inf, jnp.float32)
     return EpisodeStats(zeros, zeros.astype(jnp.int32), never, jnp.copy(never))
 
 
 def restart_ended(ended, stats):
-    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
+    """Moves the statistics of episodes that have ended [N] from running to last."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -540,7 +508,7 @@ def restart_ended(ended, stats):
 
 
 def mean_of_ended(last):
-    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    """Mean of `last` [N] over environments with a finished episode; -inf if there is none."""
     ended = jnp.isfinite(last)
     total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
     return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
@@ -554,11 +522,7 @@ def check_shapes(shape, **arrays):
 
 
 def gpu_unroll(steps):
-    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
-
-    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too.
-    """
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -567,21 +531,19 @@ def rollout(args, env, pool, state):
 
     Takes a `TrainState` of K agents; returns (state, trajectory: `Transition` of [K, T, N, ...]).
 
-    A pool resets an environment on the step AFTER the one that ended an episode, and that step
-    ignores its action. Say that step 4 ends one:
+    A pool resets an environment on the step after the end of an episode and ignores that step's
+    action. If step 4 ends an episode:
 
         step t       3      4      5      6
         obs          o3     o4     o5     n0     o5: the last frame; n0: the first of the next one
-        action       a3     a4     --     b0     --: drawn from the policy, ignored by the pool
+        action       a3     a4     --     b0     --: sampled, but ignored by the pool
         reward       r3     r4     0      q0
         terminated   no     YES    no     no
         valid        yes    yes    NO     yes    valid[t] = not (terminated or truncated)[t - 1]
 
-    Step 5 is nobody's decision. It stays in the arrays, whose shape is fixed, but counts neither in
-    the loss nor in any statistics, which are of the episodes and scores that the world reports.
+    Step 5 stays in the arrays, but counts neither in the loss nor in the statistics.
     """
-    # Without 64 bits EnvPool would take float64, which most of its families have, for float32, and
-    # write beyond its buffers.
+    # Without 64 bits EnvPool treats float64 as float32 and writes beyond its buffers.
     with jax.enable_x64(True):
         handle, _, _, pool_step = pool.xla()
     num_agents, num_envs = state.env_state.done.shape
@@ -604,12 +566,12 @@ def rollout(args, env, pool, state):
 
         # --- Act ---
         action, log_prob, value = over_seeds(act, state.params, env_state.obs, action_key)
-        # EnvPool hands the handle on only to keep the steps in order: the pool is compiled in.
+        # The handle keeps the steps in order; the pool itself is compiled in.
         with jax.enable_x64(True):
-            handle, told = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
-        told = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, told)
+            handle, step = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
+        step = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, step)
         valid = ~env_state.done
-        outcome, score, ended, memory = jax.vmap(env.read)(env_state.memory, valid, by_agent(told))
+        outcome, score, ended, memory = jax.vmap(env.read)(env_state.memory, valid, by_agent(step))
         obs, _, terminated, truncated = outcome
 
         # --- Has the episode ended? ---
@@ -633,17 +595,15 @@ def rollout(args, env, pool, state):
 def trajectory_values(args, params, last_obs, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
-    `last_obs` [N, ...] is what was observed after the trajectory. Because a pool resets late, the
-    next observation is the true successor of every valid step, also of one that ended an
-    episode. Again with step 4 at the end of an episode and step 5 masked:
+    `last_obs` [N, ...] follows the trajectory. The next observation is the true successor of every
+    valid step, because a pool resets one step after the end of an episode. If step 4 ends one:
 
         step t       3      4      5      6
         valid        yes    yes    NO     yes
         value        V(o3)  V(o4)  V(o5)  V(n0)
         next_value   V(o4)  V(o5)  V(n0)  V(n1)
 
-    So `compute_gae` needs to know nothing of masks: a truncated step 4 finds the value of its true
-    last observation, V(o5), and the recursion is cut there, so that step 5 reaches no other step.
+    `compute_gae` needs no mask: it cuts the recursion at step 4, so step 5 reaches no other step.
     """
     _, last_value = forward(args, params, last_obs)
     next_value = jnp.concatenate([trajectory.value[1:], last_value[None]])
@@ -651,30 +611,16 @@ def trajectory_values(args, params, last_obs, trajectory):
 
 
 def compute_gae(args, reward, value, next_value, terminated, truncated):
-    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
+    """Generalized advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
-    The TD error tells how much better one step went than the critic had expected,
+        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
+        A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
+    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
+    A truncated episode keeps `next_value`, the value of its true last observation.
 
-    and the advantage adds up those of the steps that follow in the same episode and rollout:
-
-        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
-
-    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
-    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
-    (gamma lambda)^l.
-
-    A terminated episode has no future, hence no value of a successor. A truncated one would have
-    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode.
-
-    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
-    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
-    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
-    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
+    An episode terminates after the third of four steps, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -702,26 +648,14 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 
 
 def clipped_objective(ratio, advantage, clip_coef):
-    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
+    """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
-    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
-    old policy, which say little about one far from it. So the objective stops growing where the
-    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
-    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
-    may still push the ratio on: approx_kl tells how far.
+    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
+    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
 
-    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
-
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
-    [1.0, 1.25, 0.5]
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 0.0, 1.0]
-
-    With A = -1 it is the other way round:
-
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
     [-1.0, -1.0, -0.0]
     """
@@ -730,7 +664,7 @@ def clipped_objective(ratio, advantage, clip_coef):
 
 
 def valid_mean(x, valid):
-    """The mean of x [M] over the valid samples; 0 where there is none."""
+    """The mean of x [M] over the valid samples; 0 if there is none."""
     return jnp.where(valid, x, 0.0).sum() / jnp.maximum(valid.sum(), 1)
 
 
@@ -741,18 +675,9 @@ def normalize(advantage, valid):
 
 
 def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its valid samples: (loss [], metrics {tag: []}).
+    """The loss of a minibatch, a mean over valid samples; returns (loss [], metrics {tag: []}).
 
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The policy loss is the negative
-    mean of `clipped_objective`. The value loss is half the mean squared distance to the target,
-    advantage + old value. With `clip_vloss` the larger of two errors counts, that of the value and
-    that of the value held within clip_coef of the old one: a value that has moved further than that
-    towards its target has no gradient, unless far past it. That slows the critic wherever values
-    are large, so it is off by default. The entropy bonus keeps the policy from becoming certain
-    before it has tried all actions.
-
-    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy
-    that falls slowly from log(num_actions), explained_variance that rises towards 1.
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy, as in CartPole's script.
     """
     dist, value = forward(args, params, batch.obs)
     mean = functools.partial(valid_mean, valid=batch.valid)
@@ -777,29 +702,23 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html. The first,
-        # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
+        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": mean(jnp.expm1(log_ratio) - log_ratio),
         "losses/old_approx_kl": -mean(log_ratio),
-        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
     }
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
-
-    (CleanRL logs the losses of an update's last minibatch.)
-    """
+    """Averages metrics over minibatches; tags that end in _max use the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
-    """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
+    """Several passes over a batch of B samples in shuffled minibatches.
 
-    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
-    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
-    Returns (params, opt_state, metrics {tag: []}).
+    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
     def minibatch_step(carry, index):  # index [M] into the batch
@@ -817,7 +736,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
         return (*new, active), metrics
 
-    # A sort takes next to nothing beside these gradients. (CartPole's script shuffles without one.)
+    # CartPole's script shuffles without a sort; here a sort takes 0.03% of the time.
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
@@ -831,7 +750,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on except the pool, which cannot be saved."""
+    """The state of training, as saved in checkpoints without env_state."""
 
     params: dict
     opt_state: optax.OptState
@@ -842,7 +761,7 @@ class TrainState(NamedTuple):
 
 
 def init_train_state(args, key):
-    """The `TrainState` of one agent before its first update and its first episodes."""
+    """The `TrainState` of one agent before its first update, without env_state."""
     agent_key, key = jax.random.split(key)
     params = init_agent(args, agent_key, make_env(args))
     return TrainState(
@@ -856,13 +775,10 @@ def init_train_state(args, key):
 
 
 def start_episodes(args, env, pool, state):
-    """The `TrainState` of K agents with new episodes in the pool.
-
-    Statistics of finished episodes stay, those of running ones begin again.
-    """
+    """Resets the pool; returns the `TrainState` of K agents, which keeps finished episodes."""
     shape = (args.num_seeds, args.num_envs)
-    told = env.start(*pool.reset())
-    obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), told)
+    first = env.start(*pool.reset())
+    obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), first)
     zeros = np.zeros(shape, np.float32)
     stats = state.stats._replace(running_return=zeros, running_length=np.int32(zeros))
     env_state = EnvState(obs, done=zeros > 0, memory=memory)
@@ -870,9 +786,7 @@ def start_episodes(args, env, pool, state):
 
 
 def update(args, env, pool, state):
-    """One PPO update of K agents: one pool plays for all, then each learns.
-
-    Takes and returns a `TrainState` of K agents: (state, metrics {tag: [K]}).
+    """One PPO update of K agents; returns (state, metrics {tag: [K]}).
 
         env = make_env(args)
         pool = env.make_pool(env_seeds(args, args.num_envs))
@@ -884,11 +798,10 @@ def update(args, env, pool, state):
 
 
 def learn(args, state, trajectory):
-    """The learning half of an update, of one agent; returns (state, metrics {tag: []}).
+    """The learning part of an update for one agent; returns (state, metrics {tag: []}).
 
-    The trajectory, a `Transition` of [T, N, ...], was played with the state's parameters and led to
-    its `env_state`. A pure function, for `jit` and `vmap` over agents and over any float of `args`
-    that belongs to the algorithm.
+    `trajectory` is a `Transition` of [T, N, ...] that ended in the state's `env_state`. A pure
+    function, for `jit` and for `vmap` over agents and float hyperparameters.
     """
     epochs_key, next_key = jax.random.split(state.key)
 
@@ -897,14 +810,14 @@ def learn(args, state, trajectory):
     advantage = compute_gae(
         args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
-    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
+    target = advantage + value  # an estimate of the return
 
     # --- Learn ---
     sampled = trajectory.obs, trajectory.action, trajectory.log_prob
     batch = Batch(*sampled, value, advantage, target, trajectory.valid)
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [B, ...]
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update, and not below
+    if args.anneal_lr:  # to 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
@@ -913,7 +826,7 @@ def learn(args, state, trajectory):
     # --- Report ---
     target_variance = batch.target.var(where=batch.valid)
     metrics |= {
-        # Of the targets, by the old critic: target - value = advantage.
+        # target - value = advantage
         "losses/explained_variance": 1 - batch.advantage.var(where=batch.valid) / target_variance,
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(state.stats.last_return),
@@ -931,7 +844,7 @@ def learn(args, state, trajectory):
 
 
 class Evaluation(NamedTuple):
-    """Episodes in a fresh pool, and what it takes to play the first one again."""
+    """Results of E episodes of K agents, and the actions of the first one."""
 
     episode_return: np.ndarray  # [K, E], sums of scores
     episode_length: np.ndarray  # [K, E], the agent's steps
@@ -939,7 +852,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluation_actions(args, params, obs, step):
-    """Actions [K, E, ...] of K agents for obs [K, E, ...] at a step of an evaluation."""
+    """Actions [K, E, ...] for obs [K, E, ...] at a step of an evaluation."""
 
     def act(params, obs, key):  # one agent
         dist, _ = forward(args, params, obs)
@@ -951,19 +864,17 @@ def evaluation_actions(args, params, obs, step):
 
 
 def evaluate(args, act, params):
-    """One episode of K agents in each of E fresh environments: an `Evaluation`.
+    """Plays one episode in each of E environments with K agents; returns an `Evaluation`.
 
-    `act`, the compiled `evaluation_actions`, chooses the actions. The host steps this pool:
-    compiling it into a program would take longer than most evaluations. An episode goes on until
-    the world reports its end. As in `rollout`, steps that only reset count neither in the score nor
-    in the length.
+    `act` is the compiled `evaluation_actions`. The host steps the pool, which is faster than
+    compiling it in. Steps that only reset count neither in the score nor in the length.
     """
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.eval_episodes, EVALUATION), evaluation=True)
     shape = (args.num_seeds, args.eval_episodes)
     obs, memory = env.start(*pool.reset())
     episode_return, episode_length = np.zeros((2, math.prod(shape)))
-    # Whether the episode goes on, and whether the step is not one that only resets.
+    # Whether the episode is running, and whether the step is not a reset.
     running, valid = np.ones((2, math.prod(shape)), bool)
     actions, step = [], 0
     while running.any():
@@ -983,16 +894,13 @@ def evaluate(args, act, params):
 
 
 def record_video(args, evaluation, path):
-    """Writes the first agent's first episode of an `Evaluation` as path.mp4.
-
-    Its actions are played again, in an environment of its own.
-    """
+    """Replays the first agent's first episode of an `Evaluation` and writes it as path.mp4."""
     env = make_env(args)
     seeds = env_seeds(args, args.eval_episodes, EVALUATION)[:1]
     pool = env.make_pool(seeds, evaluation=True, **env.video_options)
     path = path.with_suffix(".mp4")
     with warnings.catch_warnings():
-        # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
+        # JAX warns about forks; this one only runs ffmpeg.
         warnings.simplefilter("ignore", RuntimeWarning)
         # ffmpeg must not rescale the frames.
         with imageio.get_writer(path, fps=env.video_fps, macro_block_size=2) as writer:
@@ -1007,12 +915,12 @@ def record_video(args, evaluation, path):
 
 
 # ==================================================================================================
-# Running: everything above is about learning, the rest of the file is about starting it
+# Running: seeds, files, flags, logging and the command line
 # ==================================================================================================
 
 
 class UserError(Exception):
-    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
+    """An error that the user can fix, reported in one line without a traceback."""
 
 
 # --- Seeds ---
@@ -1025,16 +933,13 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
+    """PRNG keys [K] for evaluations, which training never uses."""
+    # Splitting a key into n equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there.
-    """
+    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)

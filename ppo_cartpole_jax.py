@@ -4,41 +4,40 @@
 #     "jax>=0.10", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.20", "pillow>=11.0",
 # ]
 # ///
-"""PPO on CartPole-v1 in one file: environment, networks, Adam, GAE and update as one XLA program.
+"""PPO on CartPole-v1 in one file: environment, networks, Adam, GAE and a fully jitted update.
 
-    python ppo_cartpole_jax.py                           # solves it in seconds on two CPU cores
-    python ppo_cartpole_jax.py --num-seeds 8             # eight independent agents in one program
-    python ppo_cartpole_jax.py --resume runs/<run_name>  # go on after an interruption, bit for bit
-    python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluate a saved run, record a video
+    python ppo_cartpole_jax.py                           # solves CartPole in seconds on two cores
+    python ppo_cartpole_jax.py --num-seeds 8             # trains eight independent agents
+    python ppo_cartpole_jax.py --resume runs/<run_name>  # resumes an interrupted run, bit for bit
+    python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluates a saved run, records a video
 
-With its default flags every one of 30 seeds reaches a return of 500, the maximum, in each of 100
-greedy episodes. The hyper-parameters of CleanRL's and PureJaxRL's ppo.py (to both an episode at
-its time limit has no future, and CleanRL's looks at `target_kl` once an epoch):
+With default flags, all of 30 seeds reach the maximum return of 500 in each of 100 greedy episodes.
+These are the hyperparameters of CleanRL's and PureJaxRL's ppo.py (both treat truncation as
+termination, and CleanRL checks `target_kl` after each epoch):
 
     python ppo_cartpole_jax.py --num-envs 4 --num-steps 128 --learning-rate 2.5e-4 --gamma 0.99 \
         --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01
 
-An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
-step t on (logs show the plain sum of an episode). One network, the actor, is the policy; another,
-the critic, learns V(s), the return to expect from a state. The policy gradient is the mean of
-G_t grad log pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away
-much of its noise. What is left estimates the advantage A(s, a), how much better than expected an
-action is: better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347)
-takes many such steps on the same samples; a sample stops pushing once it has made its own action
-likelier or rarer by a given factor. It repeats one `update`:
+The return G_t is the discounted sum of the rewards from step t on. The actor network is the policy
+pi(a|s). The critic network estimates V(s), the expected return from a state. The policy gradient is
+the mean of G_t grad log pi(a_t|s_t). Subtracting the baseline V(s_t) leaves the expectation
+unchanged and reduces the variance. The difference estimates the advantage A(s, a): how much better
+an action is than expected. Better actions become more probable, worse ones less probable. PPO
+(https://arxiv.org/abs/1707.06347) takes many such gradient steps on the same samples and clips how
+far each sample can move the probability of its action. Training repeats one `update`:
 
-    1. rollout            T steps in N environments with the current policy    B = T * N samples
-    2. trajectory_values  what return did the critic expect from each state?   values V
-    3. compute_gae        how much better than that did each action turn out?  advantages A
-    4. update_epochs      several passes over the samples in shuffled minibatches:
-         ppo_loss           make better actions likelier; fit the critic       its gradient
-         adam_update        a step against that gradient                       parameters
+    1. rollout            plays T steps in N environments                B = T * N samples
+    2. trajectory_values  estimates the value of every observation       values V
+    3. compute_gae        compares the rewards with the values           advantages A
+    4. update_epochs      passes over shuffled minibatches:
+         ppo_loss           favors better actions and fits the critic    gradient
+         adam_update        takes a gradient step                        parameters
 
-All above the banner "Running" is reinforcement learning, for one agent; what is below runs it.
+The sections above "Running" contain the algorithm for one agent. "Running" trains it from a shell.
 Details follow https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M samples of a minibatch,
-O observation size, A actions, E evaluation episodes, L longest episode, U updates.
+O observation size, A actions, E evaluation episodes, S kept states, U updates.
 """
 
 import contextlib
@@ -77,51 +76,49 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_cartpole_jax")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
+    """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
-    """folder that receives <run_name>/ with videos"""
+    """folder for <run_name>/ with videos"""
     log_interval: int = 10
-    """updates between two looks at the metrics; every update is logged"""
+    """updates between fetching metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 100
-    """episodes of an evaluation, each in an environment of its own"""
+    """episodes per evaluation, each in its own environment"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
-    """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
+    """evaluation takes the most probable actions (greedy) or samples them (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
-    """also record a video at each evaluation during training"""
+    """record a video at each evaluation during training"""
     resume: str | None = None
-    """folder of a run to go on with; its flags become the defaults"""
+    """folder of a run to resume; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video"""
+    """folder of a run to evaluate; writes eval.json and a video"""
     track: bool = False
-    """also log to Weights & Biases (needs the wandb package)"""
+    """log to Weights & Biases (requires the wandb package)"""
     wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
     wandb_entity: str | None = None
-    """its user or team"""
+    """Weights & Biases user or team"""
 
     # Environment
     env_id: str = "CartPole-v1"
-    """environment, as make_env names it"""
+    """environment id, see make_env"""
     kinematics_integrator: Literal["euler", "semi-implicit"] = "euler"
-    """whether positions advance with the velocities before or after the step"""
+    """integrate positions with the velocities before (euler) or after the step"""
     num_envs: int = 64
-    """parallel environments of each agent"""
+    """parallel environments per agent"""
 
-    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
-    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
-
-    # Algorithm
+    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
+    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
+    # 1e6 parses.
     total_timesteps: float = 500_000.0
-    """environment steps of each agent, rounded down to whole updates"""
+    """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 32
     """steps per environment and update"""
     learning_rate: float = 3e-3
@@ -129,38 +126,38 @@ class Args:
     anneal_lr: bool = True
     """decay the learning rate linearly to zero"""
     gamma: float = 0.98
-    """discount; values are half as large as with 0.99, and so is what a late failure changes"""
+    """discount factor"""
     gae_lambda: float = 0.9
-    """lambda of generalised advantage estimation"""
+    """lambda of generalized advantage estimation"""
     num_minibatches: int = 4
     """minibatches per epoch"""
     update_epochs: int = 4
     """passes over the batch per update"""
     norm_adv: bool = False
-    """normalise advantages in each minibatch; once CartPole is solved that amplifies noise"""
+    """normalize advantages per minibatch; amplifies noise once CartPole is solved"""
     clip_coef: float = 0.1
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
-    """clip the value loss too, by the same range"""
+    """clip the value loss by the same range"""
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """gradients are scaled down to this global norm"""
+    """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update at the first minibatch whose approx_kl exceeds this"""
+    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
     @property
     def batch_size(self) -> int:
-        """Environment steps of one update, B."""
+        """Environment steps per update, B."""
         return self.num_envs * self.num_steps
 
     @property
     def num_updates(self) -> float:
-        """Updates of the whole run, U, a whole number."""
+        """Updates per run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -180,7 +177,7 @@ class CartPoleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CartPole:
-    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson, 1983); one environment, to be vmapped.
+    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson, 1983); one environment, for `vmap`.
 
     | what        | value                                                                    |
     | ----------- | ------------------------------------------------------------------------ |
@@ -188,23 +185,21 @@ class CartPole:
     | observation | float32 [4]: position, velocity, angle, angular velocity                 |
     | action      | 0 pushes the cart to the left, 1 to the right                            |
     | reward      | 1 for every step                                                         |
-    | terminated  | cart further than 2.4 m from the centre, or pole more than 12 degrees off |
+    | terminated  | cart more than 2.4 m off the center, or pole more than 12 degrees off    |
     | truncated   | by the caller, after `max_episode_steps`                                 |
     | start       | each component uniform in [-0.05, 0.05]                                  |
 
-    An environment of your own needs the same: `reset`, `step`, `observe`, `num_actions`,
-    `max_episode_steps` and, for videos, `render`. States are trees of arrays, `terminated` is a
-    bool. Neither time limit nor reset belong inside: `rollout` takes care of both. If a reset takes
-    long, give it `starts_per_update`, see `rollout`. What a method `metrics(state)` -> {name: []}
-    says of the state after each step is logged as env/<name>. All of it is traced and compiled, so
-    an environment written in Python, as Gymnasium's are, belongs into ppo_atari_envpool_xla_jax.py,
-    whose environments step outside of the program.
+    Your own environment needs `reset`, `step`, `observe`, `num_actions` and `max_episode_steps`.
+    States are pytrees of arrays; `terminated` is a bool. `rollout` applies the time limit and
+    resets the environment. Optional: `render` for videos; `metrics(state)` -> {name: []}, logged
+    after each step as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX traces
+    all methods. Use ppo_atari_envpool_xla_jax.py for environments written in Python.
     """
 
     gravity: float = 9.8  # m/s^2
     mass_cart: float = 1.0  # kg
     mass_pole: float = 0.1  # kg
-    half_length: float = 0.5  # m, pivot to the pole's centre of mass
+    half_length: float = 0.5  # m, pivot to the pole's center of mass
     force: float = 10.0  # N
     tau: float = 0.02  # s per step
     x_limit: float = 2.4  # m
@@ -214,7 +209,7 @@ class CartPole:
     max_episode_steps: int = 500
 
     def reset(self, key):
-        """A start state, drawn with a PRNG key."""
+        """Samples an initial state."""
         x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), jnp.float32, -0.05, 0.05)
         return CartPoleState(x=x, x_dot=x_dot, theta=theta, theta_dot=theta_dot)
 
@@ -228,9 +223,7 @@ class CartPole:
             theta_acc  = (g sin(theta) - cos(theta) push) / (l (4/3 - m cos(theta)^2 / M))
             x_acc      = push - m l theta_acc cos(theta) / M
 
-        integrated by explicit Euler steps: positions advance with the velocities before the step,
-        semi-implicitly with those after it. `key` is for environments with random transitions; this
-        one has none.
+        integrated by explicit or semi-implicit Euler steps. CartPole does not use `key`.
         """
         x, x_dot, theta, theta_dot = state
         force = jnp.where(action == 1, self.force, -self.force)
@@ -254,14 +247,14 @@ class CartPole:
         return jnp.stack(state)
 
     def render(self, state, width=300, height=200):
-        """Draws a state to scale on the host; uint8 [height, width, 3]."""
+        """Renders a state to scale on the host; uint8 [height, width, 3]."""
         x, theta = float(state.x), float(state.theta)
-        scale = width / (2.2 * self.x_limit)  # pixels per metre
+        scale = width / (2.2 * self.x_limit)  # pixels per meter
         axle_x, axle_y = width / 2 + x * scale, 0.75 * height
         length = 2 * self.half_length * scale
         tip = (axle_x + length * math.sin(theta), axle_y - length * math.cos(theta))
 
-        def box(half_width, half_height):  # around the axle, in metres
+        def box(half_width, half_height):  # around the axle, in meters
             w, h = half_width * scale, half_height * scale
             return [axle_x - w, axle_y - h, axle_x + w, axle_y + h]
 
@@ -275,9 +268,9 @@ class CartPole:
 
 
 def make_env(args):
-    """The environment; the only place that names it. Raises `UserError` for an unknown id."""
+    """The environment of the flags. Raises `UserError` for an unknown id."""
     if args.env_id != "CartPole-v1":
-        raise UserError(f"--env-id {args.env_id}: start it by the program that brings it")
+        raise UserError(f"unknown --env-id {args.env_id}; run the script that defines it")
     return CartPole(kinematics_integrator=args.kinematics_integrator)
 
 
@@ -287,24 +280,24 @@ def make_env(args):
 
 
 class Categorical(NamedTuple):
-    """Distributions over A actions, one for each observation: p(a) = softmax(logits)_a.
+    """Distributions over A actions: p(a) = softmax(logits)_a.
 
-    To forbid an action, give it the logit -1e9 (with -inf, 0 * inf would make the entropy NaN).
+    A logit of -1e9 masks an action (with -inf the entropy would be NaN).
     """
 
     logits: jax.Array  # [..., A]
 
     def log_probs(self):
-        """Logarithms of all probabilities, actions first: [A, ...]."""
+        """Log-probabilities of all actions, actions first: [A, ...]."""
         # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
-        """Random actions [...], int32."""
+        """Samples actions [...], int32."""
         return jax.random.categorical(key, self.logits).astype(jnp.int32)
 
     def mode(self):
-        """The most likely actions [...], int32."""
+        """The most probable actions [...], int32."""
         return self.logits.argmax(-1).astype(jnp.int32)
 
     def log_prob(self, action):
@@ -320,13 +313,12 @@ class Categorical(NamedTuple):
         return -(jnp.exp(log_probs) * log_probs).sum(0)
 
 
-@jax.custom_batching.sequential_vmap  # so that agents in a batch begin with the same bits
+@jax.custom_batching.sequential_vmap  # initial weights do not depend on the number of seeds
 def orthogonalized(noise):
-    """The orthogonal matrix nearest to `noise` [out, in]: its rows or its columns are orthonormal.
+    """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
-    The iteration of Bjorck and Bowie (1971, "Newton-Schulz"): a step takes every singular value s
-    to 1.5 s - 0.5 s^3, and so, in the end, to 1. Of normal noise it makes all orthogonal matrices
-    equally likely. It compiles sooner than LAPACK's QR decomposition loads.
+    Each iteration maps every singular value s to 1.5 s - 0.5 s^3, which converges to 1. Normal
+    noise gives uniformly distributed orthogonal matrices. A QR decomposition compiles more slowly.
     """
     with jax.default_matmul_precision("highest"):
         start = noise / jnp.linalg.norm(noise)  # 0 < s <= 1
@@ -334,15 +326,14 @@ def orthogonalized(noise):
 
 
 def init_mlp(key, sizes, head_gain):
-    """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron with these sizes.
+    """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron.
 
-    An orthogonal matrix keeps the lengths of the vectors that pass through it, so signals and
-    gradients neither vanish nor explode with depth. The gain sqrt(2) is derived for relu, which
-    halves a signal's power; with tanh it is a convention that works. The gain of the head sets
-    where learning begins: 0.01 gives nearly the same policy in all states.
+    Orthogonal matrices preserve lengths, so signals and gradients neither vanish nor explode. The
+    gain sqrt(2) is derived for relu and conventional for tanh. A head gain of 0.01 gives the actor
+    nearly the same policy in all states.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    # One draw for all layers, as large as the largest.
+    # One sample for all layers compiles faster.
     shape = len(gains), max(sizes[1:]), max(sizes[:-1])
     noise = jax.random.normal(key, shape, jnp.float32)
     return [
@@ -354,8 +345,7 @@ def init_mlp(key, sizes, head_gain):
 def mlp(layers, x):
     """tanh layers and a linear head: [in, M] -> [out, M].
 
-    Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`. A LayerNorm here goes over axis 0.
+    Features come first: on a CPU `w @ x` with a contiguous batch axis is faster than `x @ w`.
     """
     for layer in layers[:-1]:
         x = jnp.tanh(layer["w"] @ x + layer["b"])
@@ -363,12 +353,8 @@ def mlp(layers, x):
 
 
 def init_agent(args, key, env):
-    """Parameters: {"actor": layers, "critic": layers}.
-
-    Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
-    features of the policy.
-    """
-    obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)  # its shape; runs nothing
+    """Parameters {"actor": layers, "critic": layers}; actor and critic share no layer."""
+    obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -378,10 +364,10 @@ def init_agent(args, key, env):
 
 
 def forward(args, params, obs):
-    """The policy's distribution and the values [M] of a batch of observations [M, ...].
+    """The policy's distribution and the values [M] for observations [M, ...].
 
-    Of pictures take patches and a product (README, "Pictures"): on a CPU XLA's gradient of a
-    convolution inside `lax.scan` is a slow loop.
+    For images, replace convolutions by patch extraction and a matrix product (see
+    benchmarks/recipes.md): on a CPU XLA's gradient of a convolution inside `lax.scan` is slow.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     logits = mlp(params["actor"], x)  # [A, M]
@@ -395,7 +381,7 @@ def forward(args, params, obs):
 
 
 class AdamState(NamedTuple):
-    """Adam's moments, vectors of all P parameters, and the number of steps taken."""
+    """Adam's moments as vectors of all P parameters, and the number of steps."""
 
     m: jax.Array  # [P]
     v: jax.Array  # [P]
@@ -403,30 +389,22 @@ class AdamState(NamedTuple):
 
 
 def adam_init(params):
-    """The state before the first step."""
+    """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # none is donated twice
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # a copy, for donation
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
-    """Scales the gradients down to `max_grad_norm`, then one step of Adam, arXiv:1412.6980.
-
-    Running means of the gradient and of its square, which begin at zero and are therefore too small
-    by a factor of 1 - beta^t after t steps, give
+    """Clips the global norm of the gradients, then takes one step of Adam, arXiv:1412.6980:
 
         m = beta1 m + (1 - beta1) g            m_hat = m / (1 - beta1^t)
         v = beta2 v + (1 - beta2) g^2          v_hat = v / (1 - beta2^t)
         p = p - learning_rate * m_hat / (sqrt(v_hat) + eps)
 
-    so the scale of a gradient does not matter, if it is well above eps: a parameter moves by about
-    the learning rate where its gradients agree from step to step, by less the noisier they are. The
-    norm is limited because a single huge gradient would otherwise fill m and, for longer, v. It is
-    that of actor and critic together, so a large value loss slows the policy. As Adam ignores the
-    scale, that is nearly all that `vf_coef` changes where they share no layer.
-
-    Returns (params, state, norm of the gradients before they were scaled []).
+    The divisors correct the bias of running means that start at zero. Returns (params, state,
+    norm of the gradients before clipping []).
     """
-    # As one vector all parameters take a step at once: an array each would be as many kernels.
+    # One vector of all parameters needs fewer kernels than one array per layer.
     g, unravel = ravel_pytree(grads)
     norm = jnp.sqrt(jnp.sum(g**2))
     g *= jnp.minimum(1.0, args.max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
@@ -446,52 +424,52 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 
 
 class EpisodeStats(NamedTuple):
-    """The running and the last finished episode of every environment, each [N].
+    """The running and the last finished episode of each environment, [N].
 
-    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
-    that each has finished: a mean over the episodes that end in one update would favour short ones.
+    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
     last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # likewise
+    last_length: jax.Array  # -inf before the first episode has ended
 
 
 class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front."""
+    """One step of N environments; a trajectory has a leading axis of T steps."""
 
     obs: jax.Array  # [N, ...]
     action: jax.Array  # [N, ...]
-    log_prob: jax.Array  # [N], of the actions
+    log_prob: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # An episode that terminated has no future. One that the time limit truncated would have gone
-    # on, and the observation does not show the limit: its future must be estimated, not set to 0.
+    # A terminated episode has no future reward. A truncated one does, so its last observation is
+    # evaluated by the critic.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], the true successor, before any reset
-    info: dict  # {name: [N]}, what the environment says of itself: `env_metrics`
+    info: dict  # {name: [N]}, the environment's `metrics`
 
 
 class Batch(NamedTuple):
-    """What the loss may read: B samples, or the M of a minibatch."""
+    """Inputs of the loss: B samples, or the M of a minibatch."""
 
     obs: jax.Array  # [B, ...]
     action: jax.Array  # [B, ...]
-    log_prob: jax.Array  # [B], the old policy's
-    value: jax.Array  # [B], the old critic's
+    log_prob: jax.Array  # [B], of the old policy
+    value: jax.Array  # [B], of the old critic
     advantage: jax.Array  # [B]
-    target: jax.Array  # [B], what the critic should have said
+    target: jax.Array  # [B], for the critic
 
 
 def init_episode_stats(num_envs):
-    """Before the first step."""
+    """Statistics before the first step."""
     zeros, never = jnp.zeros(num_envs, jnp.float32), jnp.full(num_envs, -jnp.inf, jnp.float32)
     return EpisodeStats(zeros, zeros.astype(jnp.int32), never, jnp.copy(never))
 
 
 def restart_ended(ended, stats):
-    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
+    """Moves the statistics of episodes that have ended [N] from running to last."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -501,14 +479,14 @@ def restart_ended(ended, stats):
 
 
 def mean_of_ended(last):
-    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    """Mean of `last` [N] over environments with a finished episode; -inf if there is none."""
     ended = jnp.isfinite(last)
     total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
     return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
 
 
 def select(mask, yes, no):
-    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
+    """`yes` where `mask` [N] is true, else `no`; both are pytrees of arrays [N, ...]."""
     return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
@@ -526,30 +504,25 @@ def array_types(state):
 
 
 def env_metrics(env, states):
-    """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
+    """The environment's `metrics` for states [N], {name: [N]}; {} if it has none."""
     return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
 
 
 def gpu_unroll(steps):
-    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
-
-    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too.
-    """
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
 def rollout(args, env, params, env_state, stats, key):
-    """Plays T steps in N environments, which begin a new episode where one has ended.
+    """Plays T steps in N environments and resets environments whose episode has ended.
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
-    Start states are drawn beforehand: one large batch is faster than T small ones. There is one for
-    every step of every environment, and most are never used. Where that takes too long, an
-    environment has a pool of `starts_per_update` start states. Each episode that begins takes the
-    next one; where more begin than there are, they come again within the rollout.
+    Initial states are sampled in one batch, one per step and environment; most are never used. If
+    that is too slow, an environment defines `starts_per_update`, the size of a pool of initial
+    states. Each new episode takes the next state of the pool, which repeats when it is used up.
     """
-    # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
+    # One split for all keys: each use of `jax.random` adds a tenth to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
     step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :].ravel()
     pool_size = getattr(env, "starts_per_update", None)
@@ -562,7 +535,7 @@ def rollout(args, env, params, env_state, stats, key):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
-        # Only the shape of `value` is read here: `trajectory_values` computes all in one batch.
+        # XLA drops `value`, which `trajectory_values` computes in one batch.
         dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
@@ -578,7 +551,7 @@ def rollout(args, env, params, env_state, stats, key):
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
-        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
+        truncated = stats.running_length >= env.max_episode_steps
         done = terminated | truncated
         next_obs, info = jax.vmap(env.observe)(next_state), env_metrics(env, next_state)
         check_shapes(shape, **info)
@@ -586,7 +559,7 @@ def rollout(args, env, params, env_state, stats, key):
             obs, action, log_prob, reward, terminated, truncated, next_obs, info
         )
 
-        # --- Then begin a new one ---
+        # --- Reset ---
         order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
@@ -603,14 +576,11 @@ def rollout(args, env, params, env_state, stats, key):
 def trajectory_values(args, env, params, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
-    The successor of a step is the observation of the next one, unless the episode was truncated:
-    then it is the last observation of that episode. (Where it terminated there is none, and
-    `compute_gae` ignores what stands here.) An environment is truncated at most once in
-    `max_episode_steps` steps: W observations more of each are enough, usually one. (Which they are
-    shows only at the end, so the trajectory keeps all successors: twice the memory of `obs`.)
+    The successor is the next step's observation, or the last observation of a truncated episode.
+    `compute_gae` ignores the successors of terminated episodes. An environment is truncated at
+    most once per `max_episode_steps` steps, so W extra observations suffice, usually one.
     """
-
-    # The W steps of each environment that were truncated or, where fewer were, any others.
+    # The W steps of each environment that were truncated or, if there are fewer, any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -626,30 +596,16 @@ def trajectory_values(args, env, params, trajectory):
 
 
 def compute_gae(args, reward, value, next_value, terminated, truncated):
-    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
+    """Generalized advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
-    The TD error tells how much better one step went than the critic had expected,
+        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
+        A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
+    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
+    A truncated episode keeps `next_value`, the value of its true last observation.
 
-    and the advantage adds up those of the steps that follow in the same episode and rollout:
-
-        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
-
-    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
-    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
-    (gamma lambda)^l.
-
-    A terminated episode has no future, hence no value of a successor. A truncated one would have
-    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode.
-
-    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
-    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
-    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
-    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
+    An episode terminates after the third of four steps, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -677,26 +633,14 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 
 
 def clipped_objective(ratio, advantage, clip_coef):
-    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
+    """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
-    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
-    old policy, which say little about one far from it. So the objective stops growing where the
-    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
-    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
-    may still push the ratio on: approx_kl tells how far.
+    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
+    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
 
-    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
-
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
-    [1.0, 1.25, 0.5]
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 0.0, 1.0]
-
-    With A = -1 it is the other way round:
-
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
     [-1.0, -1.0, -0.0]
     """
@@ -705,19 +649,11 @@ def clipped_objective(ratio, advantage, clip_coef):
 
 
 def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its samples; returns (loss [], metrics {tag: []}).
+    """The loss of a minibatch, a mean over samples; returns (loss [], metrics {tag: []}).
 
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
-    squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
-    errors counts, that of the value and that of the value held within clip_coef of the old one: a
-    value that has moved further than that towards its target has no gradient, unless far past it.
-    That slows the critic wherever values are large (here up to 1 / (1 - gamma) = 50), so it is off
-    by default.
-    The entropy bonus keeps the policy from becoming certain before it has tried all actions.
-
-    Healthy, while the return rises: approx_kl about 0.001 to 0.01, clipfrac 0.01 to 0.3, entropy
-    that falls slowly from log(num_actions), explained_variance that rises towards 1. Once the task
-    is solved all returns are nearly the same, and explained_variance means little.
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy. With `clip_vloss`, a value that
+    has moved by more than clip_coef towards its target has no gradient, which slows the critic if
+    values are large. The entropy bonus delays a deterministic policy.
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -741,29 +677,22 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html. The first,
-        # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
+        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
-        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
-
-    (CleanRL logs the losses of an update's last minibatch.)
-    """
+    """Averages metrics over minibatches; tags that end in _max use the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
 def loss_gradient(args, params, batch):
-    """(gradients of `ppo_loss`, metrics); on a CPU large minibatches go in blocks of 4,096 samples.
+    """(gradients of `ppo_loss`, metrics); large minibatches use blocks of 4,096 samples on a CPU.
 
-    The activations of a block stay in the processor's cache. As the loss is a mean over samples,
-    the mean of the blocks' gradients is that of the minibatch; what is not such a mean belongs into
-    `minibatch_step`.
+    The activations of a block fit into the processor's cache. The loss must be a mean over samples.
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     size, block = len(batch.log_prob), 4096
@@ -775,11 +704,10 @@ def loss_gradient(args, params, batch):
 
 
 def random_permutations(key, count, n):
-    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
+    """Pseudo-random permutations of range(n), [count, n].
 
-    A sort takes longer than a small network's gradients. Where n is a power of two there is a
-    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
-    halves. With few bits some orders would come up too often.
+    Sorting takes longer than the gradients of a small network. For large powers of two, a Feistel
+    network permutes the bits of the index: it is a bijection for any function `mix`.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -800,11 +728,10 @@ def random_permutations(key, count, n):
 
 
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
-    """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
+    """Several passes over a batch of B samples in shuffled minibatches.
 
-    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
-    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
-    Returns (params, opt_state, metrics {tag: []}).
+    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
     def minibatch_step(carry, index):  # index [M] into the batch
@@ -836,7 +763,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on; checkpoints hold exactly this."""
+    """The state of training, as saved in checkpoints."""
 
     params: dict
     opt_state: AdamState
@@ -859,7 +786,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
+    # Removes weak types: a Python 0 in a state could become a float in `step`.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -878,20 +805,20 @@ def update(args, state):
     advantage = compute_gae(
         args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
-    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
+    target = advantage + value  # an estimate of the return
 
     # --- Learn ---
     batch = Batch(trajectory.obs, trajectory.action, trajectory.log_prob, value, advantage, target)
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update, and not below
+    if args.anneal_lr:  # to 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
 
     metrics |= {
-        # Of the targets, by the old critic: target - value = advantage.
+        # target - value = advantage
         "losses/explained_variance": 1 - advantage.var() / target.var(),
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
@@ -904,18 +831,14 @@ def update(args, state):
 
 
 def train(args, key):
-    """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
+    """Trains one agent; returns (state, metrics {tag: [U]} of every update).
 
-    For programs of your own: `main` calls `update`, to log and save in between. It is a pure
-    function of a key and of every float in `args` but the length, so these can be swept in one
-    program:
+    A pure function for your own scripts, for example a sweep in one compiled function:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
 
-        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)  # pairs of them
-
-    charts/episodic_return is -inf until an episode has ended.
+        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
     """
     step, length = lambda state, _: update(args, state), int(args.num_updates)
     return jax.lax.scan(step, init_train_state(args, key), length=length)
@@ -926,23 +849,20 @@ def train(args, key):
 # ==================================================================================================
 
 
-VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
+VIDEO_STEPS = 1000  # maximum length of a video
 
 
 class Evaluation(NamedTuple):
-    """Episodes in fresh environments, and what it takes to draw the first one."""
+    """Results of E episodes, and the states of the first one."""
 
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
+    info: dict  # {name: [E]}, sums of the environment's `metrics` over an episode
     states: Any  # of [S + 1], of the first episode; undefined after its end
 
 
 def evaluate(args, params, key):
-    """One episode of one agent in each of E fresh environments: an `Evaluation`.
-
-    Actions are the most likely ones or drawn (`eval_mode`).
-    """
+    """Plays one episode in each of E environments with one agent; returns an `Evaluation`."""
     env, num_envs = make_env(args), args.eval_episodes
     reset_key, step_key = jax.random.split(key)
     start_state = jax.vmap(env.reset)(jax.random.split(reset_key, num_envs))
@@ -959,7 +879,7 @@ def evaluate(args, params, key):
         state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
         returns, lengths, info = sums
         info = jax.tree.map(jnp.add, info, env_metrics(env, state))
-        sums = select(playing, (returns + reward, lengths + 1, info), sums)  # until it has ended
+        sums = select(playing, (returns + reward, lengths + 1, info), sums)
         states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[0]), states, state)
         return t + 1, playing & ~terminated, state, sums, states
 
@@ -968,17 +888,17 @@ def evaluate(args, params, key):
     steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
     states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
     carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, states
-    # Good or bad, most policies need less than the time limit: it ends with the last episode.
+    # Ends with the last episode, which is often before the time limit.
     _, _, _, (returns, lengths, info), states = jax.lax.while_loop(is_playing, env_step, carry)
     return Evaluation(returns, lengths, info=info, states=states)
 
 
 def record_video(args, evaluation, path):
-    """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
+    """Writes the first episode of the first seed as path.gif; `evaluation` is [K, ...]."""
     env = make_env(args)
     states = jax.device_get(evaluation.states)
     frames = []
-    # 25 a second: real time.
+    # Every second state, 25 per second: real time.
     for t in range(0, min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS) + 1, 2):
         frame = env.render(jax.tree.map(lambda x: x[0, t], states))  # noqa: B023
         frames.append(Image.fromarray(frame).quantize(16))
@@ -988,12 +908,12 @@ def record_video(args, evaluation, path):
 
 
 # ==================================================================================================
-# Running: everything above is one agent, the rest of the file is about training it from a shell
+# Running: seeds, files, flags, logging and the command line
 # ==================================================================================================
 
 
 class UserError(Exception):
-    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
+    """An error that the user can fix, reported in one line without a traceback."""
 
 
 # --- Seeds ---
@@ -1006,16 +926,13 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
+    """PRNG keys [K] for evaluations, which training never uses."""
+    # Splitting a key into n equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there.
-    """
+    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
@@ -1027,7 +944,7 @@ def update_seeds(args, states):
 
 
 def evaluate_seeds(args, params):
-    """Every agent's `Evaluation`, with the keys that are the same at each evaluation of a run."""
+    """Evaluates K agents; returns an `Evaluation` of [K, ...]."""
     return over_seeds(functools.partial(evaluate, args), params, evaluation_keys(args))
 
 

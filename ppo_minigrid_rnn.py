@@ -126,7 +126,7 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
     """devices of each process over which the environments are spread"""
     distributed: bool = False
@@ -140,31 +140,31 @@ class Args:
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_minigrid_rnn")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
+    """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
-    """folder that receives <run_name>/ with videos"""
+    """folder for <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between two looks at the metrics; every update is logged"""
+    """updates between fetching metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
     """episodes (or trials) of an evaluation, each in an environment of its own"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
-    """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
+    """evaluation takes the most probable actions (greedy) or samples them (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
-    """also record a video at each evaluation during training"""
+    """record a video at each evaluation during training"""
     resume: str | None = None
-    """folder of a run to go on with; its flags become the defaults"""
+    """folder of a run to resume; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video"""
+    """folder of a run to evaluate; writes eval.json and a video"""
     track: bool = False
-    """also log to Weights & Biases (needs the wandb package)"""
+    """log to Weights & Biases (requires the wandb package)"""
     wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
     wandb_entity: str | None = None
-    """its user or team"""
+    """Weights & Biases user or team"""
 
     # Environment
     env_id: str = "MiniGrid-Empty-8x8-v0"
@@ -188,13 +188,11 @@ class Args:
     head_hidden_dim: int = 64
     """units of the hidden layer of actor and critic"""
 
-    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
-    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
-
-    # Algorithm
+    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
+    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
+    # 1e6 parses.
     total_timesteps: float = 300_000.0
-    """environment steps of each agent, rounded down to whole updates"""
+    """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 64
     """steps per environment and update; gradients go back through all of them"""
     learning_rate: float = 1e-3
@@ -214,15 +212,15 @@ class Args:
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
-    """clip the value loss too, by the same range"""
+    """clip the value loss by the same range"""
     ent_coef: float = 0.0001
     """weight of the entropy bonus; a larger one pulls back to random play between rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """gradients are scaled down to this global norm"""
+    """maximum global norm of the gradients"""
     target_kl: float | None = 0.1
-    """stop an update at the first minibatch whose approx_kl exceeds this"""
+    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -237,7 +235,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates of the whole run, U, a whole number."""
+        """Updates per run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -876,24 +874,24 @@ def make_env(args):
 
 
 class Categorical(NamedTuple):
-    """Distributions over A actions, one for each observation: p(a) = softmax(logits)_a.
+    """Distributions over A actions: p(a) = softmax(logits)_a.
 
-    To forbid an action, give it the logit -1e9 (with -inf, 0 * inf would make the entropy NaN).
+    A logit of -1e9 masks an action (with -inf the entropy would be NaN).
     """
 
     logits: jax.Array  # [..., A]
 
     def log_probs(self):
-        """Logarithms of all probabilities, actions first: [A, ...]."""
+        """Log-probabilities of all actions, actions first: [A, ...]."""
         # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
-        """Random actions [...], int32."""
+        """Samples actions [...], int32."""
         return jax.random.categorical(key, self.logits).astype(jnp.int32)
 
     def mode(self):
-        """The most likely actions [...], int32."""
+        """The most probable actions [...], int32."""
         return self.logits.argmax(-1).astype(jnp.int32)
 
     def log_prob(self, action):
@@ -946,8 +944,7 @@ def orthogonal(gain):
 class Dense(nn.Module):
     """A layer w x + b, [in, ...] -> [features, ...].
 
-    Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`. A LayerNorm here goes over axis 0.
+    Features come first: on a CPU `w @ x` with a contiguous batch axis is faster than `x @ w`.
     """
 
     features: int
@@ -1274,20 +1271,20 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 
 
 class EpisodeStats(NamedTuple):
-    """The running and the last finished episode of every environment, each [N].
+    """The running and the last finished episode of each environment, [N].
 
-    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
-    that each has finished: a mean over the episodes that end in one update would favour short ones.
+    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
     last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # likewise
+    last_length: jax.Array  # -inf before the first episode has ended
 
 
 class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front."""
+    """One step of N environments; a trajectory has a leading axis of T steps."""
 
     inputs: Inputs  # of [N]
     action: jax.Array  # [N, ...]
@@ -1314,13 +1311,13 @@ class Batch(NamedTuple):
 
 
 def init_episode_stats(num_envs):
-    """Before the first step."""
+    """Statistics before the first step."""
     zeros, never = jnp.zeros(num_envs, jnp.float32), jnp.full(num_envs, -jnp.inf, jnp.float32)
     return EpisodeStats(zeros, zeros.astype(jnp.int32), never, jnp.copy(never))
 
 
 def restart_ended(ended, stats):
-    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
+    """Moves the statistics of episodes that have ended [N] from running to last."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -1330,14 +1327,14 @@ def restart_ended(ended, stats):
 
 
 def mean_of_ended(last):
-    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    """Mean of `last` [N] over environments with a finished episode; -inf if there is none."""
     ended = jnp.isfinite(last)
     total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
     return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
 
 
 def select(mask, yes, no):
-    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
+    """`yes` where `mask` [N] is true, else `no`; both are pytrees of arrays [N, ...]."""
     return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
@@ -1394,16 +1391,12 @@ def array_types(state):
 
 
 def env_metrics(env, states):
-    """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
+    """The environment's `metrics` for states [N], {name: [N]}; {} if it has none."""
     return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
 
 
 def gpu_unroll(steps):
-    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
-
-    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too.
-    """
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -1465,7 +1458,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
-        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
+        truncated = stats.running_length >= env.max_episode_steps
         done = terminated | truncated
         truncated_state = jax.tree.map(
             lambda kept, new: kept.at[window].set(select(truncated, new, kept[window])),
@@ -1478,7 +1471,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
             inputs, action, log_prob, value, reward, terminated, truncated, info
         )
 
-        # --- Then begin a new one ---
+        # --- Reset ---
         if when_needed:
             env_state = reset_ended(env, reset_key, done, next_env_state)
         else:
@@ -1527,30 +1520,16 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
 
 
 def compute_gae(args, reward, value, next_value, terminated, truncated):
-    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
+    """Generalized advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
-    The TD error tells how much better one step went than the critic had expected,
+        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
+        A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
+    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
+    A truncated episode keeps `next_value`, the value of its true last observation.
 
-    and the advantage adds up those of the steps that follow in the same episode and rollout:
-
-        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
-
-    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
-    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
-    (gamma lambda)^l.
-
-    A terminated episode has no future, hence no value of a successor. A truncated one would have
-    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode.
-
-    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
-    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
-    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
-    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
+    An episode terminates after the third of four steps, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -1578,26 +1557,14 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 
 
 def clipped_objective(ratio, advantage, clip_coef):
-    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
+    """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
-    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
-    old policy, which say little about one far from it. So the objective stops growing where the
-    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
-    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
-    may still push the ratio on: approx_kl tells how far.
+    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
+    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
 
-    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
-
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
-    [1.0, 1.25, 0.5]
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 0.0, 1.0]
-
-    With A = -1 it is the other way round:
-
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
     [-1.0, -1.0, -0.0]
     """
@@ -1643,20 +1610,15 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html. The first,
-        # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
+        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
-        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
     }
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
-
-    (CleanRL logs the losses of an update's last minibatch.)
-    """
+    """Averages metrics over minibatches; tags that end in _max use the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -1708,7 +1670,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on; checkpoints hold exactly this."""
+    """The state of training, as saved in checkpoints."""
 
     params: dict
     opt_state: optax.OptState
@@ -1734,7 +1696,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
+    # Removes weak types: a Python 0 in a state could become a float in `step`.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1755,21 +1717,21 @@ def update(args, state):
     advantage = compute_gae(
         args, trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
-    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
+    target = advantage + value  # an estimate of the return
 
     # --- Learn ---
     rnn_state = jax.tree.map(lambda x: x[None], state.agent_state.rnn_state)
     sampled = trajectory.inputs, rnn_state, trajectory.action, trajectory.log_prob
     batch = Batch(*sampled, value, advantage, target)
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update, and not below
+    if args.anneal_lr:  # to 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
 
     metrics |= {
-        # Of the targets, by the old critic: target - value = advantage.
+        # target - value = advantage
         "losses/explained_variance": 1 - advantage.var() / target.var(),
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
@@ -1783,18 +1745,14 @@ def update(args, state):
 
 
 def train(args, key):
-    """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
+    """Trains one agent; returns (state, metrics {tag: [U]} of every update).
 
-    For programs of your own: `main` calls `update`, to log and save in between. It is a pure
-    function of a key and of every float in `args` but the length, so these can be swept in one
-    program:
+    A pure function for your own scripts, for example a sweep in one compiled function:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
 
-        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)  # pairs of them
-
-    charts/episodic_return is -inf until an episode has ended.
+        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
     """
     step, length = lambda state, _: update(args, state), int(args.num_updates)
     return jax.lax.scan(step, init_train_state(args, key), length=length)
@@ -1805,15 +1763,15 @@ def train(args, key):
 # ==================================================================================================
 
 
-VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
+VIDEO_STEPS = 1000  # maximum length of a video
 
 
 class Evaluation(NamedTuple):
-    """Episodes in fresh environments, and what it takes to draw the first one."""
+    """Results of E episodes, and the states of the first one."""
 
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
-    info: dict  # {name: [E]}, sums over an episode of what the environment says of itself
+    info: dict  # {name: [E]}, sums of the environment's `metrics` over an episode
     states: Any  # of [S + 1], of the first episode; undefined after its end
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
@@ -1844,7 +1802,7 @@ def evaluate(args, params, key):
         agent_state = agent_state_after(rnn_state, action, reward)
         returns, lengths, info = sums
         info = jax.tree.map(jnp.add, info, env_metrics(env, env_state))
-        sums = select(playing, (returns + reward, lengths + 1, info), sums)  # until it has ended
+        sums = select(playing, (returns + reward, lengths + 1, info), sums)
         states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(x[0]), states, env_state)
         return t + 1, playing & ~terminated, env_state, agent_state, sums, states
 
@@ -1868,7 +1826,7 @@ def evaluate(args, params, key):
 
 
 def record_video(args, evaluation, path):
-    """Writes the first seed's first episode of an `Evaluation` of [K, ...] as path.gif."""
+    """Writes the first episode of the first seed as path.gif; `evaluation` is [K, ...]."""
     env = make_env(args)
     states = jax.device_get(evaluation.states)
     frames = []
@@ -1882,12 +1840,12 @@ def record_video(args, evaluation, path):
 
 
 # ==================================================================================================
-# Running: everything above is one agent, the rest of the file is about training it from a shell
+# Running: seeds, files, flags, logging and the command line
 # ==================================================================================================
 
 
 class UserError(Exception):
-    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
+    """An error that the user can fix, reported in one line without a traceback."""
 
 
 # --- Seeds ---
@@ -1900,16 +1858,13 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
+    """PRNG keys [K] for evaluations, which training never uses."""
+    # Splitting a key into n equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there.
-    """
+    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
@@ -1972,7 +1927,7 @@ def update_seeds(args, states):
 
 
 def evaluate_seeds(args, params):
-    """Every agent's `Evaluation`, with the keys that are the same at each evaluation of a run."""
+    """Evaluates K agents; returns an `Evaluation` of [K, ...]."""
     return over_seeds(functools.partial(evaluate, args), params, evaluation_keys(args))
 
 

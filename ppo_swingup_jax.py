@@ -5,47 +5,31 @@
 #     "imageio[ffmpeg]>=2.37",
 # ]
 # ///
-"""PPO with continuous actions, on cart-pole swing-up, in one file and one XLA program.
+"""PPO with continuous actions on cart-pole swing-up in one file, with a fully jitted update.
 
     python ppo_swingup_jax.py                            # swings the pole up and balances it
-    python ppo_swingup_jax.py --num-envs 1024            # wider: more samples, larger minibatches
-    python ppo_swingup_jax.py --num-seeds 8              # eight independent agents in one program
-    python ppo_swingup_jax.py --resume runs/<run_name>   # go on after an interruption, bit for bit
-    python ppo_swingup_jax.py --eval runs/<run_name>     # evaluate a saved run, record a video
+    python ppo_swingup_jax.py --num-envs 1024            # more environments, larger minibatches
+    python ppo_swingup_jax.py --num-seeds 8              # trains eight independent agents
+    python ppo_swingup_jax.py --resume runs/<run_name>   # resumes an interrupted run, bit for bit
+    python ppo_swingup_jax.py --eval runs/<run_name>     # evaluates a saved run, records a video
 
-With its default flags, in less than half a minute on two CPU cores, the greedy policy swings the
-pole up and balances it from more than 99% of the start states, with each of 30 seeds. Training
-truncates episodes after 100 steps, because new starts teach more than further balancing does.
-Evaluation plays the task's full 500 steps. The setting of the notebook from which this task is
-(there the time limit never comes, advantages are normalised over the whole batch, the mean has no
-tanh and the logarithm of the deviation is clipped):
+With default flags, the greedy policy of each of 30 seeds swings the pole up and balances it from
+more than 99% of the initial states, after less than half a minute of training on two CPU cores.
+Training truncates episodes after 100 steps; evaluation plays the full 500 steps. These are the
+hyperparameters of the notebook in which this task appeared (without a time limit, with advantages
+normalized over the batch, without tanh for the mean, and with a clipped log standard deviation):
 
     python ppo_swingup_jax.py --total-timesteps 1e8 --num-envs 1024 --num-steps 128 \
         --update-epochs 4 --num-minibatches 4 --learning-rate 1e-4 --gae-lambda 0.95 \
         --clip-coef 0.1 --max-grad-norm 1.0 --adam-eps 1e-8 --reward-scale 1 \
         --train-episode-steps 500 --hanging-starts 0 --train-start-range 1
 
-An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
-step t on (logs show the plain sum of an episode). One network, the actor, is the policy; another,
-the critic, learns V(s), the return to expect from a state. The policy gradient is the mean of
-G_t grad log pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away
-much of its noise. What is left estimates the advantage A(s, a), how much better than expected an
-action is: better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347)
-takes many such steps on the same samples; a sample stops pushing once it has made its own action
-likelier or rarer by a given factor. It repeats one `update`:
-
-    1. rollout            T steps in N environments with the current policy    B = T * N samples
-    2. trajectory_values  what return did the critic expect from each state?   values V
-    3. compute_gae        how much better than that did each action turn out?  advantages A
-    4. update_epochs      several passes over the samples in shuffled minibatches:
-         ppo_loss           make better actions likelier; fit the critic       its gradient
-         adam_update        a step against that gradient                       parameters
-
-All above the banner "Running" is reinforcement learning, for one agent; what is below runs it.
-Details follow https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+ppo_cartpole_jax.py explains PPO. Here the policy is a Gaussian, rewards are scaled, and evaluation
+starts from two kinds of initial states. The sections above "Running" contain the algorithm for one
+agent. "Running" trains it from a shell.
 
 Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M samples of a minibatch,
-O observation size, A actions, E evaluation episodes, L longest episode, U updates.
+O observation size, A action size, G kinds of start, E evaluation episodes, S states, U updates.
 """
 
 import contextlib
@@ -86,55 +70,53 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """independent agents trained at once, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_swingup_jax")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
-    """folder that receives <run_name>/: events, args.json, checkpoint.npz, summary.json"""
+    """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
-    """folder that receives <run_name>/ with videos"""
+    """folder for <run_name>/ with videos"""
     log_interval: int = 10
-    """updates between two looks at the metrics; every update is logged"""
+    """updates between fetching metrics; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 1024
     """episodes from each kind of start, each in an environment of its own"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
-    """whether evaluation takes the most likely actions (greedy) or draws them (sampled)"""
+    """evaluation takes the most probable actions (greedy) or samples them (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
-    """also record a video at each evaluation during training"""
+    """record a video at each evaluation during training"""
     resume: str | None = None
-    """folder of a run to go on with; its flags become the defaults"""
+    """folder of a run to resume; its flags become the defaults"""
     eval: str | None = None
-    """folder of a run to evaluate; writes its eval.json and a video"""
+    """folder of a run to evaluate; writes eval.json and a video"""
     track: bool = False
-    """also log to Weights & Biases (needs the wandb package)"""
+    """log to Weights & Biases (requires the wandb package)"""
     wandb_project_name: str = "single-file-jax-ppo"
     """Weights & Biases project"""
     wandb_entity: str | None = None
-    """its user or team"""
+    """Weights & Biases user or team"""
 
     # Environment
     env_id: str = "CartPoleSwingUp-v0"
-    """environment, as make_env names it"""
+    """environment id, see make_env"""
     hanging_starts: float = 0.1
-    """share of training episodes that begin with the pole hanging; the others begin anywhere"""
+    """fraction of training episodes that start with the pole hanging; others start anywhere"""
     train_start_range: float = 1.5
-    """how far from the centre training episodes begin at most, m; evaluation has 1"""
+    """maximum initial distance from the center in training, m; 1 in evaluation"""
     train_episode_steps: int = 100
-    """steps after which training truncates an episode; evaluation plays 500"""
+    """steps after which training truncates an episode; 500 in evaluation"""
     num_envs: int = 128
-    """parallel environments of each agent"""
+    """parallel environments per agent"""
 
-    # Floats are inputs of the compiled program, so that other values need no compiling: in what is
-    # jitted they are tracers, which `jnp.where` takes and `if` does not. Other flags, but for the
-    # seed, are parts of the program. The number of steps is a float for this, to be written 1e6.
-
-    # Algorithm
+    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
+    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
+    # 1e6 parses.
     total_timesteps: float | None = None
-    """environment steps of each agent, whole updates; default: 2 million, or 45 updates if more"""
+    """environment steps per agent; default: 2 million, or 45 updates if that is more"""
     num_steps: int = 128
     """steps per environment and update"""
     learning_rate: float = 1e-3
@@ -142,34 +124,34 @@ class Args:
     anneal_lr: bool = True
     """decay the learning rate linearly to zero"""
     reward_scale: float = 0.02
-    """factor on the rewards that the learner sees; reported returns are not scaled"""
+    """factor on rewards in GAE; reported returns are not scaled"""
     gamma: float = 0.995
     """discount"""
     gae_lambda: float = 0.98
-    """lambda of generalised advantage estimation"""
+    """lambda of generalized advantage estimation"""
     num_minibatches: int | None = None
     """minibatches per epoch; by default up to 16 of at least 2,048 samples"""
     update_epochs: int = 6
     """passes over the batch per update"""
     norm_adv: bool = True
-    """normalise advantages in each minibatch"""
+    """normalize advantages per minibatch"""
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
-    """clip the value loss too, by the same range"""
+    """clip the value loss by the same range"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 5.0
-    """gradients are scaled down to this global norm"""
+    """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update at the first minibatch whose approx_kl exceeds this"""
+    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Fills in what follows from other flags; `dataclasses.replace` keeps what is filled in."""
+        """Derives the defaults that depend on other flags."""
         if self.total_timesteps is None:
             self.total_timesteps = max(2e6, 45.0 * self.batch_size)
         if self.num_minibatches is None:
@@ -179,12 +161,12 @@ class Args:
 
     @property
     def batch_size(self) -> int:
-        """Environment steps of one update, B."""
+        """Environment steps per update, B."""
         return self.num_envs * self.num_steps
 
     @property
     def num_updates(self) -> float:
-        """Updates of the whole run, U, a whole number."""
+        """Updates per run, U, a whole number."""
         return self.total_timesteps // self.batch_size
 
 
@@ -204,7 +186,7 @@ class SwingUpState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CartPoleSwingUp:
-    """Swing a pole up on a cart and balance it there; one environment, to be vmapped.
+    """Swing a pole up on a cart and balance it; one environment, for `vmap`.
 
     | what        | value                                                                      |
     | ----------- | -------------------------------------------------------------------------- |
@@ -212,75 +194,62 @@ class CartPoleSwingUp:
     | observation | float32 [5]: position / 2.4, velocity / 2, cosine and sine of the angle,   |
     |             | angular velocity / 3                                                       |
     | action      | float32 [1]; clipped to [-1, 1] and times 20 N it is the force on the cart |
-    | reward      | for height and, nearly upright, for rest at the centre; see `reward`       |
-    | terminated  | cart further than 2.4 m from the centre                                    |
+    | reward      | height; nearly upright also rest at the center; see `reward`               |
+    | terminated  | cart more than 2.4 m off the center                                        |
     | truncated   | by the caller, after `max_episode_steps`                                   |
-    | start       | at rest, position uniform within `start_range` of the centre, angle        |
-    |             | uniform on the whole circle or, in the share `hanging` of the starts,      |
-    |             | within 0.05 rad of straight down                                           |
+    | start       | at rest, position uniform within `start_range` of the center, angle        |
+    |             | uniform or, with probability `hanging`, within 0.05 rad of straight down   |
     | success     | 500 steps on the track, nearly upright in each of the last 100             |
 
-    An environment of your own needs `reset`, `step`, `observe`, `action_size` and
-    `max_episode_steps`. States are trees of arrays, `terminated` is a bool. `step` gets the raw
-    sample [A], unbounded, with a mean in [-1, 1]: scaling and clipping belong inside. (Unpack it
-    there: with another `action_size` an array would be broadcast without a word.) Neither time
-    limit nor reset do: `rollout` takes care of both. If a reset takes long, give it
-    `starts_per_update`, see `rollout`. It may also have `render` and `tau` for videos, `succeeds`
-    and `success_steps` for success rates, and `evaluations` for several kinds of start. What a
-    method `metrics(state)` -> {name: []} says of the state after each step is logged as env/<name>.
-    All of it is traced and compiled, so an environment written in Python, as Gymnasium's are,
-    belongs into ppo_atari_envpool_xla_jax.py, whose environments step outside of the program.
+    Your own environment needs `reset`, `step`, `observe`, `action_size` and `max_episode_steps`.
+    States are pytrees of arrays; `terminated` is a bool. `step` scales and clips the action: it
+    gets the unbounded sample [A], whose mean is in [-1, 1]. `rollout` applies the time limit and
+    resets the environment. Optional: `render` and `tau` for videos; `succeeds` and `success_steps`
+    for success rates; `evaluations` for several kinds of start; `metrics(state)` -> {name: []},
+    logged after each step as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX
+    traces all methods. Use ppo_atari_envpool_xla_jax.py for environments written in Python.
     """
 
     gravity: float = 9.8  # m/s^2
     mass_cart: float = 1.0  # kg
     mass_pole: float = 0.1  # kg
-    half_length: float = 0.5  # m, pivot to the pole's centre of mass
-    force: float = 20.0  # N, at most
+    half_length: float = 0.5  # m, pivot to the pole's center of mass
+    force: float = 20.0  # N, maximum
     tau: float = 0.02  # s per step
     x_limit: float = 2.4  # m
-    upright: float = 0.95  # cosine of the angle above which it is nearly upright: 18 degrees
-    success_steps: int = 100  # in which it must be, up to the last one
+    upright: float = 0.95  # a larger cosine of the angle counts as nearly upright: 18 degrees
+    success_steps: int = 100  # last steps of a successful episode, nearly upright
     action_size: int = 1
     max_episode_steps: int = 500
     hanging: float = 0.0
     start_range: float = 1.0  # m
 
     def reset(self, key):
-        """A start state, drawn with a PRNG key."""
+        """Samples an initial state."""
         x, turn, kind = jax.random.uniform(key, (3,), jnp.float32, -1.0, 1.0)
         hangs = kind < 2 * self.hanging - 1
         theta = jnp.where(hangs, math.pi + 0.05 * turn, math.pi * turn)
         x *= self.start_range
-        # Zeros of their own each: none is donated twice.
+        # Separate zeros, for donation.
         return SwingUpState(x=x, x_dot=jnp.zeros_like(x), theta=theta, theta_dot=jnp.zeros_like(x))
 
     def step(self, key, state, action):
         """One step of tau seconds by an action [1]; returns (state, reward [], terminated []).
 
-        The pole is a uniform rod of mass m and half length l, its centre at (x + l sin(theta),
-        l cos(theta)); M is the mass of cart and pole, F the force. Kinetic energy T (the rod turns
-        with the moment of inertia m l^2 / 3 about its centre) and potential energy V are
-
-            T = M x_dot^2 / 2 + m l x_dot theta_dot cos(theta) + (4/3) m l^2 theta_dot^2 / 2
-            V = m g l cos(theta)
-
-        and Lagrange's equations for x and for theta (the second one divided by m l)
+        The pole is a uniform rod of mass m and half length l; M is the mass of cart and pole, F the
+        force. Lagrange's equations for x and theta are
 
             M x_acc + m l (theta_acc cos(theta) - theta_dot^2 sin(theta)) = F
             x_acc cos(theta) + (4/3) l theta_acc = g sin(theta)
 
-        Solved for both accelerations:
+        Explicit Euler steps integrate their solution:
 
             push       = (F + m l theta_dot^2 sin(theta)) / M
             theta_acc  = (g sin(theta) - cos(theta) push) / (l (4/3 - m cos(theta)^2 / M))
             x_acc      = push - m l theta_acc cos(theta) / M
-
-        Explicit Euler steps integrate them: positions advance with the velocities before the step.
-        `key` is for environments with random transitions; this one has none.
         """
         x, x_dot, theta, theta_dot = state
-        (level,) = action  # an error where `action_size` does not fit; action[0] would be none
+        (level,) = action  # raises if `action_size` is not 1
         force = self.force * jnp.clip(level, -1.0, 1.0)
         sin, cos = jnp.sin(theta), jnp.cos(theta)
         total_mass = self.mass_cart + self.mass_pole
@@ -301,18 +270,16 @@ class CartPoleSwingUp:
     def reward(self, state, action):
         """The reward [] of reaching a state by an action [1], at most 2.5: the sum of
 
-        | term                             | reason                                              |
+        | term                             | purpose                                             |
         | -------------------------------- | --------------------------------------------------- |
-        | cos(theta)                       | height: tells a good swing from a better one        |
-        | 1.5 exp(-10 (1 - cos(theta))^2)  | a bonus only near the top, so that staying there    |
-        |                                  | pays far more than swinging through it              |
+        | cos(theta)                       | height                                              |
+        | 1.5 exp(-10 (1 - cos(theta))^2)  | staying at the top pays more than swinging through  |
         | -0.01 x^2                        | keeps the cart away from the ends of the track      |
-        | -0.3 x^2 - 0.05 theta_dot^2,     | asks for rest at the centre, but only once the pole |
-        | if nearly upright                | is up: swinging it up takes both room and speed     |
-        | -0.0005 action^2                 | no more force than needed; the raw action counts,   |
-        |                                  | for beyond [-1, 1] the state does not depend on it  |
+        | -0.3 x^2 - 0.05 theta_dot^2,     | rest at the center; the swing-up itself needs room  |
+        | if nearly upright                | and speed                                           |
+        | -0.0005 action^2                 | little force; the action is not clipped here        |
 
-        Upright, hanging, and upright 1 m off the centre, all at rest:
+        Upright, hanging, and upright 1 m off the center, all at rest:
 
         >>> env, action = CartPoleSwingUp(), jnp.zeros(1)
         >>> states = [(0.0, 0.0, 0.0, 0.0), (0.0, 0.0, math.pi, 0.0), (1.0, 0.0, 0.0, 0.0)]
@@ -326,35 +293,32 @@ class CartPoleSwingUp:
         return height - 0.01 * state.x**2 - balance_cost - 0.0005 * (action**2).sum()
 
     def observe(self, state):
-        """The observation [5] of a state: no jump where the angle passes pi, all of order one."""
+        """The observation [5] of a state: continuous in the angle, all of order one."""
         x, x_dot, theta, theta_dot = state
         position, velocity = x / self.x_limit, x_dot / 2
         return jnp.stack([position, velocity, jnp.cos(theta), jnp.sin(theta), theta_dot / 3])
 
     def evaluations(self):
-        """{kind of start: the whole task with it, within 1 m of the centre}.
-
-        They differ in `reset` alone.
-        """
+        """{kind of start: environment}, which differ in `reset` only."""
         task = dataclasses.replace(self, max_episode_steps=500, start_range=1.0)
         shares = {"random": 0.0, "hanging": 1.0}
         return {kind: dataclasses.replace(task, hanging=share) for kind, share in shares.items()}
 
     def succeeds(self, state):
-        """Whether a state [] is one that an episode must hold in its last `success_steps` steps."""
+        """Whether a state is on the track and nearly upright; returns bool []."""
         return (jnp.abs(state.x) <= self.x_limit) & (jnp.cos(state.theta) > self.upright)
 
     def render(self, state, width=400, height=300):
-        """Draws a state to scale on the host; uint8 [height, width, 3]."""
+        """Renders a state to scale on the host; uint8 [height, width, 3]."""
         x, theta = float(state.x), float(state.theta)
         length = 2 * self.half_length
-        scale = width / (2.2 * (self.x_limit + length))  # pixels per metre
+        scale = width / (2.2 * (self.x_limit + length))  # pixels per meter
         axle_x, axle_y = width / 2 + x * scale, height / 2
         tip_x = axle_x + length * scale * math.sin(theta)
         tip_y = axle_y - length * scale * math.cos(theta)
         track = self.x_limit * scale
 
-        def box(half_width, half_height):  # around the axle, in metres
+        def box(half_width, half_height):  # around the axle, in meters
             w, h = half_width * scale, half_height * scale
             return [axle_x - w, axle_y - h, axle_x + w, axle_y + h]
 
@@ -369,15 +333,13 @@ class CartPoleSwingUp:
 
 
 def make_env(args):
-    """The environment of training; the only place that names it. `UserError` for an unknown id.
+    """The environment for training. Raises `UserError` for an unknown id.
 
-    A limit of 100 steps is right only where `reset` starts all over the state space. Starts at rest
-    straight down would be rare, and those at the edge of the task's range are the hardest: so there
-    is a share for the first ones, and the range is wider. With `reward_scale` values should stay
-    below ten or so: they reach reward_scale * largest reward / (1 - gamma).
+    Short episodes suffice because `reset` covers the state space. For another environment choose
+    `reward_scale` so that values, up to reward_scale * reward / (1 - gamma), stay below ten or so.
     """
     if args.env_id != "CartPoleSwingUp-v0":
-        raise UserError(f"--env-id {args.env_id}: start it by the program that brings it")
+        raise UserError(f"unknown --env-id {args.env_id}; run the script that defines it")
     return CartPoleSwingUp(
         hanging=args.hanging_starts,
         start_range=args.train_start_range,
@@ -391,19 +353,12 @@ def make_env(args):
 
 
 class Gaussian(NamedTuple):
-    """Distributions over A independent numbers, one for each observation.
+    """Diagonal Gaussian distributions over actions [A].
 
-    With mean mu_i and standard deviation sigma_i of the number a_i, the density and its logarithm
-    are
-
-        p(a)     = prod_i exp(-((a_i - mu_i) / sigma_i)^2 / 2) / (sigma_i sqrt(2 pi))
         log p(a) = -sum_i [((a_i - mu_i) / sigma_i)^2 / 2 + log(sigma_i) + log(2 pi) / 2]
 
-    Samples have no bounds, while the environment clips what it executes. Log-probabilities are
-    those of the raw sample: clipping belongs to the environment, whose workings the agent does not
-    know anyway, so the policy gradient stays exact.
-
-    At the means, with deviations 1 and 2: -log(1) - log(2) - log(2 pi) = -2.531.
+    Samples are unbounded and the environment clips them. Log-probabilities of the unclipped samples
+    keep the policy gradient exact. At the means, with standard deviations 1 and 2:
 
     >>> dist = Gaussian(mean=jnp.zeros((1, 2)), log_std=jnp.log(jnp.array([[1.0, 2.0]])))
     >>> round(float(dist.log_prob(jnp.zeros((1, 2)))[0]), 3)
@@ -418,34 +373,29 @@ class Gaussian(NamedTuple):
         return jnp.exp(self.log_std)
 
     def sample(self, key):
-        """Random actions [..., A]."""
+        """Samples actions [..., A]."""
         return self.mean + self.std() * jax.random.normal(key, self.mean.shape, self.mean.dtype)
 
     def mode(self):
-        """The most likely actions [..., A]."""
+        """The most probable actions [..., A]."""
         return self.mean
 
     def log_prob(self, action):
-        """Logarithms [...] of the density at actions [..., A]."""
+        """Log-densities [...] of actions [..., A]."""
         distance = (action - self.mean) / self.std()
         return -(0.5 * distance**2 + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self):
-        """Entropies [...] of the densities, in nats: sum_i [log(sigma_i) + (1 + log(2 pi)) / 2].
-
-        Unlike that of a discrete choice it can be negative: of one number where the deviation is
-        below 0.24.
-        """
+        """Differential entropies [...], in nats, negative for small standard deviations."""
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
 
-@jax.custom_batching.sequential_vmap  # so that agents in a batch begin with the same bits
+@jax.custom_batching.sequential_vmap  # initial weights do not depend on the number of seeds
 def orthogonalized(noise):
-    """The orthogonal matrix nearest to `noise` [out, in]: its rows or its columns are orthonormal.
+    """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
-    The iteration of Bjorck and Bowie (1971, "Newton-Schulz"): a step takes every singular value s
-    to 1.5 s - 0.5 s^3, and so, in the end, to 1. Of normal noise it makes all orthogonal matrices
-    equally likely. It compiles sooner than LAPACK's QR decomposition loads.
+    Each iteration maps every singular value s to 1.5 s - 0.5 s^3, which converges to 1. Normal
+    noise gives uniformly distributed orthogonal matrices. A QR decomposition compiles more slowly.
     """
     with jax.default_matmul_precision("highest"):
         start = noise / jnp.linalg.norm(noise)  # 0 < s <= 1
@@ -453,15 +403,14 @@ def orthogonalized(noise):
 
 
 def init_mlp(key, sizes, head_gain):
-    """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron with these sizes.
+    """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron.
 
-    An orthogonal matrix keeps the lengths of the vectors that pass through it, so signals and
-    gradients neither vanish nor explode with depth. The gain sqrt(2) is derived for relu, which
-    halves a signal's power; with tanh it is a convention that works. The gain of the head sets
-    where learning begins: 0.01 gives nearly the same policy in all states.
+    Orthogonal matrices preserve lengths, so signals and gradients neither vanish nor explode. The
+    gain sqrt(2) is derived for relu and conventional for tanh. A head gain of 0.01 gives the actor
+    nearly the same policy in all states.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    # One draw for all layers, as large as the largest.
+    # One sample for all layers compiles faster.
     shape = len(gains), max(sizes[1:]), max(sizes[:-1])
     noise = jax.random.normal(key, shape, jnp.float32)
     return [
@@ -473,8 +422,7 @@ def init_mlp(key, sizes, head_gain):
 def mlp(layers, x):
     """tanh layers and a linear head: [in, M] -> [out, M].
 
-    Features come first, so that the long batch is the contiguous axis: `w @ x` is then faster for
-    small networks on a CPU than `x @ w`. A LayerNorm here goes over axis 0.
+    Features come first: on a CPU `w @ x` with a contiguous batch axis is faster than `x @ w`.
     """
     for layer in layers[:-1]:
         x = jnp.tanh(layer["w"] @ x + layer["b"])
@@ -482,28 +430,22 @@ def mlp(layers, x):
 
 
 def init_agent(args, key, env):
-    """Parameters: {"actor": layers, "critic": layers, "spread": [A], see `bounded_log_std`}.
-
-    Actor and critic share no layer, so that the critic's errors, large at first, do not reshape the
-    features of the policy.
-    """
-    obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)  # its shape; runs nothing
+    """Parameters {"actor": layers, "critic": layers, "spread": [A], see `bounded_log_std`}."""
+    obs = jax.eval_shape(lambda key: env.observe(env.reset(key)), key)
     obs_size = math.prod(obs.shape)
     actor_key, critic_key = jax.random.split(key)
     return {
         "actor": init_mlp(actor_key, (obs_size, 128, 128, env.action_size), head_gain=0.01),
         "critic": init_mlp(critic_key, (obs_size, 128, 128, 1), head_gain=1.0),
-        # `bounded_log_std` makes -0.5 of it: at first the standard deviation is 0.6.
+        # `bounded_log_std` of this is -0.5, a standard deviation of 0.6.
         "spread": jnp.full(env.action_size, 1.25 * math.atanh(0.2), jnp.float32),
     }
 
 
 def bounded_log_std(spread):
-    """Logarithms of the actions' standard deviations, between -2 and 0.5, from unbounded numbers.
+    """Log standard deviations between -2 and 0.5, from unbounded parameters.
 
-    The limits keep the policy from losing all its noise, and the noise from drowning what the mean
-    does. A clipped parameter would have no gradient beyond a limit, and could never come back; tanh
-    has one everywhere, with slope 1 in the middle.
+    Unlike clipping, tanh has a gradient everywhere.
 
     >>> bounded_log_std(jnp.array([-9.0, 1.25 * math.atanh(0.2), 9.0])).round(2).tolist()
     [-2.0, -0.5, 0.5]
@@ -512,16 +454,16 @@ def bounded_log_std(spread):
 
 
 def forward(args, params, obs):
-    """The policy's distribution and the values [M] of a batch of observations [M, ...].
+    """The policy's distribution and the values [M] for observations [M, ...].
 
-    Of pictures take patches and a product (README, "Pictures"): on a CPU XLA's gradient of a
-    convolution inside `lax.scan` is a slow loop.
+    For images, replace convolutions by patch extraction and a matrix product (see
+    benchmarks/recipes.md): on a CPU XLA's gradient of a convolution inside `lax.scan` is slow.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
-    # Far beyond [-1, 1] all samples would be clipped to one action, and noise would teach nothing.
+    # tanh, because samples far beyond [-1, 1] would all be clipped to the same action.
     mean = jnp.tanh(mlp(params["actor"], x)).T  # [M, A]
     value = mlp(params["critic"], x)  # [1, M]
-    # One deviation for all observations; with the batch axis, like every leaf of a distribution.
+    # The standard deviation does not depend on the observation.
     log_std = jnp.broadcast_to(bounded_log_std(params["spread"]), mean.shape)
     return Gaussian(mean=mean, log_std=log_std), value[0]
 
@@ -532,7 +474,7 @@ def forward(args, params, obs):
 
 
 class AdamState(NamedTuple):
-    """Adam's moments, vectors of all P parameters, and the number of steps taken."""
+    """Adam's moments as vectors of all P parameters, and the number of steps."""
 
     m: jax.Array  # [P]
     v: jax.Array  # [P]
@@ -540,30 +482,22 @@ class AdamState(NamedTuple):
 
 
 def adam_init(params):
-    """The state before the first step."""
+    """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # none is donated twice
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # a copy, for donation
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
-    """Scales the gradients down to `max_grad_norm`, then one step of Adam, arXiv:1412.6980.
-
-    Running means of the gradient and of its square, which begin at zero and are therefore too small
-    by a factor of 1 - beta^t after t steps, give
+    """Clips the global norm of the gradients, then takes one step of Adam, arXiv:1412.6980:
 
         m = beta1 m + (1 - beta1) g            m_hat = m / (1 - beta1^t)
         v = beta2 v + (1 - beta2) g^2          v_hat = v / (1 - beta2^t)
         p = p - learning_rate * m_hat / (sqrt(v_hat) + eps)
 
-    so the scale of a gradient does not matter, if it is well above eps: a parameter moves by about
-    the learning rate where its gradients agree from step to step, by less the noisier they are. The
-    norm is limited because a single huge gradient would otherwise fill m and, for longer, v. It is
-    that of actor and critic together, so a large value loss slows the policy. As Adam ignores the
-    scale, that is nearly all that `vf_coef` changes where they share no layer.
-
-    Returns (params, state, norm of the gradients before they were scaled []).
+    The divisors correct the bias of running means that start at zero. Returns (params, state,
+    norm of the gradients before clipping []).
     """
-    # As one vector all parameters take a step at once: an array each would be as many kernels.
+    # One vector of all parameters needs fewer kernels than one array per layer.
     g, unravel = ravel_pytree(grads)
     norm = jnp.sqrt(jnp.sum(g**2))
     g *= jnp.minimum(1.0, args.max_grad_norm / norm)  # norm 0 gives min(1, inf) = 1
@@ -583,52 +517,52 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 
 
 class EpisodeStats(NamedTuple):
-    """The running and the last finished episode of every environment, each [N].
+    """The running and the last finished episode of each environment, [N].
 
-    Returns are plain sums of rewards. Logs show the mean, over environments, of the last episode
-    that each has finished: a mean over the episodes that end in one update would favour short ones.
+    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
     last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # likewise
+    last_length: jax.Array  # -inf before the first episode has ended
 
 
 class Transition(NamedTuple):
-    """One step of N environments; a trajectory has an axis of T steps in front."""
+    """One step of N environments; a trajectory has a leading axis of T steps."""
 
     obs: jax.Array  # [N, ...]
     action: jax.Array  # [N, ...]
-    log_prob: jax.Array  # [N], of the actions
+    log_prob: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # An episode that terminated has no future. One that the time limit truncated would have gone
-    # on, and the observation does not show the limit: its future must be estimated, not set to 0.
+    # A terminated episode has no future reward. A truncated one does, so its last observation is
+    # evaluated by the critic.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], the true successor, before any reset
-    info: dict  # {name: [N]}, what the environment says of itself: `env_metrics`
+    info: dict  # {name: [N]}, the environment's `metrics`
 
 
 class Batch(NamedTuple):
-    """What the loss may read: B samples, or the M of a minibatch."""
+    """Inputs of the loss: B samples, or the M of a minibatch."""
 
     obs: jax.Array  # [B, ...]
     action: jax.Array  # [B, ...]
-    log_prob: jax.Array  # [B], the old policy's
-    value: jax.Array  # [B], the old critic's
+    log_prob: jax.Array  # [B], of the old policy
+    value: jax.Array  # [B], of the old critic
     advantage: jax.Array  # [B]
-    target: jax.Array  # [B], what the critic should have said
+    target: jax.Array  # [B], for the critic
 
 
 def init_episode_stats(num_envs):
-    """Before the first step."""
+    """Statistics before the first step."""
     zeros, never = jnp.zeros(num_envs, jnp.float32), jnp.full(num_envs, -jnp.inf, jnp.float32)
     return EpisodeStats(zeros, zeros.astype(jnp.int32), never, jnp.copy(never))
 
 
 def restart_ended(ended, stats):
-    """Statistics after a step: those of episodes that have ended [N] move from running to last."""
+    """Moves the statistics of episodes that have ended [N] from running to last."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -638,14 +572,14 @@ def restart_ended(ended, stats):
 
 
 def mean_of_ended(last):
-    """Mean of `last` [N] over environments where an episode has ended; -inf where none has."""
+    """Mean of `last` [N] over environments with a finished episode; -inf if there is none."""
     ended = jnp.isfinite(last)
     total, count = jnp.where(ended, last, 0.0).sum(), ended.sum()
     return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
 
 
 def select(mask, yes, no):
-    """`yes` where `mask` [N] is set, `no` elsewhere; both are trees of arrays [N, ...]."""
+    """`yes` where `mask` [N] is true, else `no`; both are pytrees of arrays [N, ...]."""
     return jax.tree.map(lambda yes, no: jax.vmap(jnp.where)(mask, yes, no), yes, no)
 
 
@@ -663,30 +597,25 @@ def array_types(state):
 
 
 def env_metrics(env, states):
-    """{name: [N]} of what the environment's `metrics` says of states [N], {} where it has none."""
+    """The environment's `metrics` for states [N], {name: [N]}; {} if it has none."""
     return jax.vmap(env.metrics)(states) if hasattr(env, "metrics") else {}
 
 
 def gpu_unroll(steps):
-    """How many steps of a scan go into an iteration of its compiled loop: on a GPU `steps`, else 1.
-
-    A GPU starts a kernel for whatever could not be merged into one, which takes longer than the
-    small operations of a step. Within an iteration those of neighbouring steps merge too.
-    """
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
 def rollout(args, env, params, env_state, stats, key):
-    """Plays T steps in N environments, which begin a new episode where one has ended.
+    """Plays T steps in N environments and resets environments whose episode has ended.
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
-    Start states are drawn beforehand: one large batch is faster than T small ones. There is one for
-    every step of every environment, and most are never used. Where that takes too long, an
-    environment has a pool of `starts_per_update` start states. Each episode that begins takes the
-    next one; where more begin than there are, they come again within the rollout.
+    Initial states are sampled in one batch, one per step and environment; most are never used. If
+    that is too slow, an environment defines `starts_per_update`, the size of a pool of initial
+    states. Each new episode takes the next state of the pool, which repeats when it is used up.
     """
-    # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
+    # One split for all keys: each use of `jax.random` adds a tenth to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
     step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :].ravel()
     pool_size = getattr(env, "starts_per_update", None)
@@ -699,7 +628,7 @@ def rollout(args, env, params, env_state, stats, key):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
-        # Only the shape of `value` is read here: `trajectory_values` computes all in one batch.
+        # XLA drops `value`, which `trajectory_values` computes in one batch.
         dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
@@ -715,7 +644,7 @@ def rollout(args, env, params, env_state, stats, key):
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
-        truncated = stats.running_length >= env.max_episode_steps  # so it is the clock, too
+        truncated = stats.running_length >= env.max_episode_steps
         done = terminated | truncated
         next_obs, info = jax.vmap(env.observe)(next_state), env_metrics(env, next_state)
         check_shapes(shape, **info)
@@ -723,7 +652,7 @@ def rollout(args, env, params, env_state, stats, key):
             obs, action, log_prob, reward, terminated, truncated, next_obs, info
         )
 
-        # --- Then begin a new one ---
+        # --- Reset ---
         order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
@@ -740,14 +669,11 @@ def rollout(args, env, params, env_state, stats, key):
 def trajectory_values(args, env, params, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
-    The successor of a step is the observation of the next one, unless the episode was truncated:
-    then it is the last observation of that episode. (Where it terminated there is none, and
-    `compute_gae` ignores what stands here.) An environment is truncated at most once in
-    `max_episode_steps` steps: W observations more of each are enough, usually one. (Which they are
-    shows only at the end, so the trajectory keeps all successors: twice the memory of `obs`.)
+    The successor is the next step's observation, or the last observation of a truncated episode.
+    `compute_gae` ignores the successors of terminated episodes. An environment is truncated at
+    most once per `max_episode_steps` steps, so W extra observations suffice, usually one.
     """
-
-    # The W steps of each environment that were truncated or, where fewer were, any others.
+    # The W steps of each environment that were truncated or, if there are fewer, any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -763,30 +689,16 @@ def trajectory_values(args, env, params, trajectory):
 
 
 def compute_gae(args, reward, value, next_value, terminated, truncated):
-    """Generalised advantage estimation, arXiv:1506.02438; all arrays [T, N].
+    """Generalized advantage estimation, arXiv:1506.02438; all arrays [T, N].
 
-    The TD error tells how much better one step went than the critic had expected,
+        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
+        A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-        delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t),
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
+    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
+    A truncated episode keeps `next_value`, the value of its true last observation.
 
-    and the advantage adds up those of the steps that follow in the same episode and rollout:
-
-        A_t = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated.
-
-    A_t needs A_{t+1}, so the sum runs backwards in time. lambda = 0 leaves A_t = delta_t: little
-    noise, but wrong wherever the critic is. lambda = 1 leaves the discounted rewards up to the end
-    of the episode or rollout, plus the discounted value of what comes after, minus V(s_t): the
-    critic counts for least, but the noise of all those steps does. In between, delta_{t+l} counts
-    (gamma lambda)^l.
-
-    A terminated episode has no future, hence no value of a successor. A truncated one would have
-    gone on: `next_value` is the value of its true last observation (not of the reset that follows)
-    and counts. Neither lets the sum run on into the next episode.
-
-    Four steps with reward 1 and value 2, terminated after the third (whose next value, 9, does not
-    count); after the fourth the value is 4. With gamma = lambda = 0.5, backwards:
-    A_3 = 1 + 0.5 * 4 - 2 = 1, A_2 = 1 - 2 = -1, A_1 = 1 + 0.5 * 2 - 2 + 0.25 * -1 = -0.25,
-    A_0 = 1 + 0.5 * 2 - 2 + 0.25 * -0.25 = -0.0625.
+    An episode terminates after the third of four steps, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -814,26 +726,14 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 
 
 def clipped_objective(ratio, advantage, clip_coef):
-    """PPO's surrogate objective for each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
+    """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s) weights actions of the old policy so that they count as actions
-    of the new one: E_old[ratio A] = E_new[A] (importance sampling). At ratio 1 the gradient of
-    ratio A is that of A log p_new(a|s), the policy gradient. But the states are still those of the
-    old policy, which say little about one far from it. So the objective stops growing where the
-    ratio has moved by c in the direction that A asks for: there the minimum is the clipped term, a
-    constant without gradient. A sample that went the wrong way is always pulled back. Other samples
-    may still push the ratio on: approx_kl tells how far.
+    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
+    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
 
-    With A = 1 and c = 0.25, the ratio 1.5 is beyond the range (no gradient), 0.5 is not clipped:
-
-    >>> clipped_objective(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
-    [1.0, 1.25, 0.5]
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
     [1.0, 0.0, 1.0]
-
-    With A = -1 it is the other way round:
-
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), -1.0, 0.25).tolist()
     [-1.0, -1.0, -0.0]
     """
@@ -844,17 +744,7 @@ def clipped_objective(ratio, advantage, clip_coef):
 def ppo_loss(args, params, batch):
     """The loss of a minibatch, a mean over its samples; returns (loss [], metrics {tag: []}).
 
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
-    squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
-    errors counts, that of the value and that of the value held within clip_coef of the old one: a
-    value that has moved further than that towards its target has no gradient, unless far past it.
-    That slows the critic wherever values are large (here up to reward_scale * 2.5 / (1 - gamma) =
-    10), so it is off by default. The entropy bonus keeps the policy from becoming certain before it
-    has tried enough actions.
-
-    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy
-    that falls slowly (it may be negative), action_std too (from 0.6), explained_variance that rises
-    towards 1.
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy, as in CartPole's script.
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -878,30 +768,23 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Two estimates of KL(old policy || new), http://joschu.net/blog/kl-approx.html. The first,
-        # ratio - 1 - log(ratio), is less noisy and never negative; expm1 keeps its digits near 0.
+        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
-        # On either side of the range; only those that went where A asks have no gradient.
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
         "charts/action_std": dist.std().mean(),
     }
 
 
 def reduce_metrics(metrics):
-    """{tag: []} from those of several minibatches: the mean; for tags in _max the maximum.
-
-    (CleanRL logs the losses of an update's last minibatch.)
-    """
+    """Averages metrics over minibatches; tags that end in _max use the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
 def loss_gradient(args, params, batch):
-    """(gradients of `ppo_loss`, metrics); on a CPU large minibatches go in blocks of 4,096 samples.
+    """(gradients of `ppo_loss`, metrics); large minibatches use blocks of 4,096 samples on a CPU.
 
-    The activations of a block stay in the processor's cache. As the loss is a mean over samples,
-    the mean of the blocks' gradients is that of the minibatch; what is not such a mean belongs into
-    `minibatch_step`.
+    The activations of a block fit into the processor's cache. The loss must be a mean over samples.
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     size, block = len(batch.log_prob), 4096
@@ -913,11 +796,10 @@ def loss_gradient(args, params, batch):
 
 
 def random_permutations(key, count, n):
-    """Pseudo-random permutations of range(n), [count, n]; without sorting where n allows it.
+    """Pseudo-random permutations of range(n), [count, n].
 
-    A sort takes longer than a small network's gradients. Where n is a power of two there is a
-    Feistel network: it is a bijection on the bits of the index, whatever function mixes their
-    halves. With few bits some orders would come up too often.
+    Sorting takes longer than the gradients of a small network. For large powers of two, a Feistel
+    network permutes the bits of the index: it is a bijection for any function `mix`.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -938,11 +820,10 @@ def random_permutations(key, count, n):
 
 
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
-    """Passes over a batch of B samples in shuffled minibatches: epochs times minibatches.
+    """Several passes over a batch of B samples in shuffled minibatches.
 
-    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
-    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
-    Returns (params, opt_state, metrics {tag: []}).
+    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
     def minibatch_step(carry, index):  # index [M] into the batch
@@ -974,7 +855,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """Everything that training needs to go on; checkpoints hold exactly this."""
+    """The state of training, as saved in checkpoints."""
 
     params: dict
     opt_state: AdamState
@@ -997,7 +878,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # A Python 0 in a state is weakly typed: without this a step could turn it into a float.
+    # Removes weak types: a Python 0 in a state could become a float in `step`.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1017,20 +898,20 @@ def update(args, state):
     advantage = compute_gae(
         args, reward, value, next_value, trajectory.terminated, trajectory.truncated
     )
-    target = advantage + value  # A = return - V, so this estimates the return: the critic's aim
+    target = advantage + value  # an estimate of the return
 
     # --- Learn ---
     batch = Batch(trajectory.obs, trajectory.action, trajectory.log_prob, value, advantage, target)
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update, and not below
+    if args.anneal_lr:  # to 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
 
     metrics |= {
-        # Of the targets, by the old critic: target - value = advantage.
+        # target - value = advantage
         "losses/explained_variance": 1 - advantage.var() / target.var(),
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(stats.last_return),
@@ -1043,18 +924,14 @@ def update(args, state):
 
 
 def train(args, key):
-    """All of training, one agent: returns (state, metrics {tag: [U]} of every update).
+    """Trains one agent; returns (state, metrics {tag: [U]} of every update).
 
-    For programs of your own: `main` calls `update`, to log and save in between. It is a pure
-    function of a key and of every float in `args` but the length, so these can be swept in one
-    program:
+    A pure function for your own scripts, for example a sweep in one compiled function:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
 
-        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)  # pairs of them
-
-    charts/episodic_return is -inf until an episode has ended.
+        states, metrics = jax.jit(jax.vmap(agent))(learning_rates, keys)
     """
     step, length = lambda state, _: update(args, state), int(args.num_updates)
     return jax.lax.scan(step, init_train_state(args, key), length=length)
@@ -1065,7 +942,7 @@ def train(args, key):
 # ==================================================================================================
 
 
-VIDEO_STEPS = 1000  # of an episode, at most, are kept and drawn
+VIDEO_STEPS = 1000  # maximum length of a video
 
 
 class Evaluation(NamedTuple):
@@ -1073,15 +950,15 @@ class Evaluation(NamedTuple):
 
     episode_return: jax.Array  # [G, E]
     episode_length: jax.Array  # [G, E]
-    info: dict  # {name: [G, E]}, sums over an episode of what the environment says of itself
+    info: dict  # {name: [G, E]}, sums of the environment's `metrics` over an episode
     success: dict  # {kind of start: [E]}; empty if the environment has no `succeeds`
     states: Any  # of [S + 1, G]; undefined after the end of an episode
 
 
 def evaluate(args, params, key):
-    """E episodes of one agent from each kind of start, in fresh environments: an `Evaluation`.
+    """Plays E episodes from each kind of start with one agent; returns an `Evaluation`.
 
-    All kinds are played as one batch. Actions are the most probable ones or sampled (`eval_mode`).
+    All kinds of start are played in one batch.
     """
     env = make_env(args)
     kinds = env.evaluations() if hasattr(env, "evaluations") else {"default": env}
@@ -1103,11 +980,11 @@ def evaluate(args, params, key):
         action = dist.mode() if args.eval_mode == "greedy" else dist.sample(keys[-1])
         state, reward, terminated = jax.vmap(env.step)(keys[:-1], state, action)
         returns, lengths, held, info = sums
-        if hasattr(env, "succeeds"):  # for so many steps up to the last one
+        if hasattr(env, "succeeds"):  # the number of successful steps up to now
             held = jnp.where(jax.vmap(env.succeeds)(state), held + 1, 0)
         info = jax.tree.map(jnp.add, info, env_metrics(env, state))
         new_sums = returns + reward, lengths + 1, held, info
-        sums = select(playing, new_sums, sums)  # until the episode has ended
+        sums = select(playing, new_sums, sums)
         states = jax.tree.map(lambda kept, x: kept.at[t + 1].set(first(x)), states, state)
         return t + 1, playing & ~terminated, state, sums, states
 
@@ -1120,7 +997,7 @@ def evaluate(args, params, key):
     states = jax.tree.map(first, start_state)
     states = jax.tree.map(lambda x: jnp.broadcast_to(x, (steps + 1, *x.shape)), states)
     carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, states
-    # Most policies need less than the time limit, so this ends with the last episode.
+    # Ends with the last episode, which is often before the time limit.
     _, _, _, sums, states = jax.lax.while_loop(is_playing, env_step, carry)
     returns, lengths, held, info = jax.tree.map(lambda x: x.reshape(shape), sums)
     success = dict(zip(kinds, held >= env.success_steps)) if hasattr(env, "succeeds") else {}
@@ -1130,13 +1007,13 @@ def evaluate(args, params, key):
 def record_video(args, evaluation, path):
     """Writes the first seed's first episode from each kind of start, side by side, as path.mp4.
 
-    In real time; an episode that is over shows its last state.
+    The video runs in real time. An episode that has ended shows its last state.
     """
     env = make_env(args)
     lengths, states = jax.device_get((evaluation.episode_length[0, :, 0], evaluation.states))
     path = path.with_suffix(".mp4")
     with warnings.catch_warnings():
-        # JAX warns of forks; this one runs ffmpeg and nothing of JAX.
+        # JAX warns about forks; this one only runs ffmpeg.
         warnings.simplefilter("ignore", RuntimeWarning)
         with imageio.get_writer(path, fps=round(1 / env.tau), macro_block_size=2) as writer:
             for t in range(min(lengths.max(), VIDEO_STEPS) + 1):
@@ -1151,12 +1028,12 @@ def record_video(args, evaluation, path):
 
 
 # ==================================================================================================
-# Running: everything above is one agent, the rest of the file is about training it from a shell
+# Running: seeds, files, flags, logging and the command line
 # ==================================================================================================
 
 
 class UserError(Exception):
-    """What the user can mend: flags, folders, files, diverged losses. Shown in one line."""
+    """An error that the user can fix, reported in one line without a traceback."""
 
 
 # --- Seeds ---
@@ -1169,16 +1046,13 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """Keys [K] that no training uses, the same for every evaluation of a run."""
-    # To split a key in n gives its `fold_in` of 0 to n - 1, so training never meets this one.
+    """PRNG keys [K] for evaluations, which training never uses."""
+    # Splitting a key into n equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over trees with a leading axis K.
-
-    On a CPU one agent after the other: products that are batched over agents are slower there.
-    """
+    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
@@ -1190,7 +1064,7 @@ def update_seeds(args, states):
 
 
 def evaluate_seeds(args, params):
-    """Every agent's `Evaluation`, with the keys that are the same at each evaluation of a run."""
+    """Evaluates K agents; returns an `Evaluation` of [K, ...]."""
     return over_seeds(functools.partial(evaluate, args), params, evaluation_keys(args))
 
 
