@@ -468,15 +468,13 @@ class Transition(NamedTuple):
     """One step of N environments; a trajectory has a leading axis of T steps."""
 
     obs: jax.Array  # [N, ...]
-    action: jax.Array  # [N, ...], as drawn, whatever the world's bounds
-    log_prob: jax.Array  # [N], of the actions
+    action: jax.Array  # [N, ...], as sampled, before `bounded`
+    log_prob: jax.Array  # [N]
     value: jax.Array  # [N], of obs
     reward: jax.Array  # [N]
-    # An episode, in Atari a life, that terminated has no future. One that the time limit truncated
-    # would have gone on: its future must be estimated, not set to 0.
-    terminated: jax.Array  # [N]
+    terminated: jax.Array  # [N], of an episode, in Atari a life
     truncated: jax.Array  # [N]
-    valid: jax.Array  # [N], False where the step only resets: then only obs and value mean anything
+    valid: jax.Array  # [N], False if the step only resets: then only obs and value are meaningful
 
 
 class Batch(NamedTuple):
@@ -484,10 +482,10 @@ class Batch(NamedTuple):
 
     obs: jax.Array  # [B, ...]
     action: jax.Array  # [B, ...]
-    log_prob: jax.Array  # [B], the old policy's
-    value: jax.Array  # [B], the old critic's
-    advantage: jax.Array  # [B]; in the loss, with `norm_adv`, normalised already
-    target: jax.Array  # [B], what the critic should have said
+    log_prob: jax.Array  # [B], of the old policy
+    value: jax.Array  # [B], of the old critic
+    advantage: jax.Array  # [B]
+    target: jax.Array  # [B], for the critic
     valid: jax.Array  # [B], whether the sample counts
 
 
