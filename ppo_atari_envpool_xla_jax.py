@@ -1362,7 +1362,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
     return state, done, signals
 
 
-def finish_run(args, logger, done, evaluation, **seconds):
+def finish_run(args, logger, done, evaluation, begin, compile_seconds):
     """Prints the result, logs the last evaluation and writes summary.json."""
     print(f"run: {logger.run_dir}")
     summary = evaluation_summary(args, evaluation)
@@ -1379,8 +1379,9 @@ def finish_run(args, logger, done, evaluation, **seconds):
         "train_return_mean": train_return,
         **summary,
         "sps": logger.sps,
+        "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        **seconds,
+        "wall_seconds": time.time() - begin,  # without imports and the last video
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }
@@ -1414,8 +1415,7 @@ def main(words=None):
             sys.exit(128 + signals[0])
         close_pool(pool)
         evaluation = run_evaluation(state.params)
-        seconds = {"compile_seconds": compile_seconds, "wall_seconds": time.time() - begin}
-        finish_run(args, logger, done, evaluation, **seconds)
+        finish_run(args, logger, done, evaluation, begin, compile_seconds)
     try_video(args, evaluation, run_dir, f"step_{done * args.batch_size}")
 
 

@@ -1466,7 +1466,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
     return state, done, signals
 
 
-def finish_run(args, logger, done, evaluation, **seconds):
+def finish_run(args, logger, done, evaluation, begin, compile_seconds):
     """Prints the result, logs the last evaluation and writes summary.json."""
     print(f"run: {logger.run_dir}")
     summary = evaluation_summary(args, evaluation)
@@ -1483,8 +1483,9 @@ def finish_run(args, logger, done, evaluation, **seconds):
         "train_return_mean": train_return,
         **summary,
         "sps": logger.sps,
+        "compile_seconds": compile_seconds,
         "train_seconds": logger.seconds,
-        **seconds,
+        "wall_seconds": time.time() - begin,  # without imports and the last video
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }
@@ -1516,17 +1517,13 @@ def main(words=None):
             print(f"interrupted at update {done}; to resume: --resume {run_dir}")
             sys.exit(128 + signals[0])
         evaluation = run_evaluation(state.params)
-        seconds = {"compile_seconds": compile_seconds, "wall_seconds": time.time() - begin}
-        finish_run(args, logger, done, evaluation, **seconds)
+        finish_run(args, logger, done, evaluation, begin, compile_seconds)
     try_video(args, evaluation, run_dir, f"step_{done * args.batch_size}")
 
 
 if __name__ == "__main__":
-    in_notebook = "ipykernel" in sys.modules  # where a cell has no command line
-    if not in_notebook and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the end of compilation
     try:
-        main([] if in_notebook else None)
+        main()
     except (UserError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, UserError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
