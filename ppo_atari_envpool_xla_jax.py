@@ -223,8 +223,8 @@ class Atari:
     Its pool has `reset()`, `step(action)` and `xla()` like EnvPool's Gymnasium interface, steps all
     environments at once, and resets an environment on the step after the end of an episode
     (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`. For environments in Python,
-    `jax.experimental.io_callback` makes `xla()`, which must not reset. A recurrent agent resets its
-    memory at the first step after one that is not `valid`.
+    `jax.experimental.io_callback` makes `xla()`, which must not reset. For a recurrent agent see
+    benchmarks/environments/recurrent.py.
     """
 
     video_options = {"gray_scale": False, "img_height": 210, "img_width": 160}
@@ -281,6 +281,10 @@ class Atari:
     def bounded(self, action):
         """Actions [N, ...] as the pool takes them."""
         return action
+
+    def remember(self, memory, dist):
+        """The memory after an action; a recurrent agent's `dist` contains its hidden state."""
+        return memory
 
     def render(self, pool, obs):
         """The newest frame of the first game, [210, 160, 3]."""
@@ -549,12 +553,12 @@ def rollout(args, env, pool, state):
     keys = jax.vmap(split, out_axes=1)(state.key)  # [T + 1, K]
     action_keys, next_key = keys[:-1], keys[-1]
 
-    def act(params, obs, key):  # one agent
-        dist, value = forward(args, params, obs)
+    def act(params, env_state, key):  # one agent
+        dist, value = forward(args, params, env_state.obs)
         action = dist.sample(key)
         log_prob = dist.log_prob(action)
         check_shapes((num_envs,), value=value, log_prob=log_prob, entropy=dist.entropy())
-        return action, log_prob, value
+        return action, log_prob, value, env.remember(env_state.memory, dist)
 
     def by_agent(tree):  # [K * N, ...] -> [K, N, ...]
         return jax.tree.map(lambda x: x.reshape(num_agents, num_envs, *x.shape[1:]), tree)
@@ -563,13 +567,13 @@ def rollout(args, env, pool, state):
         handle, env_state, stats = carry
 
         # --- Act ---
-        action, log_prob, value = over_seeds(act, state.params, env_state.obs, action_key)
+        action, log_prob, value, memory = over_seeds(act, state.params, env_state, action_key)
         # The handle keeps the steps in order; the pool itself is compiled in.
         with jax.enable_x64(True):
             handle, step = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
         step = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, step)
         valid = ~env_state.done
-        outcome, score, ended, memory = jax.vmap(env.read)(env_state.memory, valid, by_agent(step))
+        outcome, score, ended, memory = jax.vmap(env.read)(memory, valid, by_agent(step))
         obs, _, terminated, truncated = outcome
 
         # --- Has the episode ended? ---
@@ -849,16 +853,17 @@ class Evaluation(NamedTuple):
     actions: list  # of the first agent's first episode, including those that the pool ignored
 
 
-def evaluation_actions(args, params, obs, step):
-    """Actions [K, E, ...] for obs [K, E, ...] at a step of an evaluation."""
+def evaluation_actions(args, params, obs, memory, step):
+    """(actions, memory), all of [K, E, ...], at a step of an evaluation."""
+    env = make_env(args)
 
-    def act(params, obs, key):  # one agent
+    def act(params, obs, memory, key):  # one agent
         dist, _ = forward(args, params, obs)
-        if args.eval_mode == "greedy":
-            return dist.mode()
-        return dist.sample(jax.random.fold_in(key, step))
+        sample_key = jax.random.fold_in(key, step)
+        action = dist.mode() if args.eval_mode == "greedy" else dist.sample(sample_key)
+        return action, env.remember(memory, dist)
 
-    return over_seeds(act, params, obs, evaluation_keys(args))
+    return over_seeds(act, params, obs, memory, evaluation_keys(args))
 
 
 def evaluate(args, act, params):
@@ -876,8 +881,9 @@ def evaluate(args, act, params):
     running, valid = np.ones((2, math.prod(shape)), bool)
     actions, step = [], 0
     while running.any():
-        obs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), obs)
-        action = np.concatenate(act(params, obs, step))  # [K * E, ...]
+        obs, memory = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (obs, memory))
+        actions_and_memory = act(params, obs, memory, step)
+        action, memory = jax.tree.map(np.concatenate, actions_and_memory)  # [K * E, ...]
         if running[0]:
             actions.append(action[0])
         outcome, score, ended, memory = env.read(memory, valid, pool.step(env.bounded(action)))
@@ -1307,7 +1313,7 @@ def start_run(args, run_dir, env):
     # donated: an update may fail with the environments that it steps.
     traced = jit_function(args, update_seeds).trace(numbers, state)
     act = jit_function(args, evaluation_actions)
-    jax.eval_shape(act, numbers, state.params, state.env_state.obs, 0)
+    jax.eval_shape(act, numbers, state.params, state.env_state.obs, state.env_state.memory, 0)
     if args.track:
         start_tracking(args, run_dir)
     with user_errors(f"{run_dir} cannot be written", OSError):

@@ -4,11 +4,12 @@
     python benchmarks/environments/mujoco_envpool.py --env-id CartpoleBalance-v1 --total-timesteps 2e5
     python benchmarks/environments/mujoco_envpool.py --eval runs/<run_name> --eval-episodes 100
 
-The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian whose deviations
-do not depend on the observation, two networks of 64-64 tanh, running statistics that normalise
-observations and scale rewards. Observations that are a Dict are joined, and where actions are
-discrete, the distribution is. The statistics are among the parameters, so that a checkpoint has
-them. `eval_return_mean` is of sampled actions and plain rewards.
+The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian policy whose
+standard deviations do not depend on the observation, two networks of 64-64 tanh, and running
+statistics that normalize observations and scale rewards. The parts of a Dict observation are
+concatenated, discrete ones as one-hot vectors. Discrete actions have a categorical policy. The
+statistics are part of the parameters, so a checkpoint contains them. `eval_return_mean` is the
+return of sampled actions, with unscaled rewards.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import envpool
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gymnasium import spaces
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -30,7 +32,7 @@ from ppo_swingup_jax import Gaussian, init_mlp, mlp  # noqa: E402
 
 @dataclasses.dataclass
 class PoolArgs(ppo.Args):
-    """Without the flags of Atari, which are class attributes here and no longer fields."""
+    """Flags without those of Atari, which become class attributes."""
 
     eval_protocol: ClassVar = "training"
     max_episode_steps: ClassVar = 1
@@ -57,16 +59,20 @@ class Args(PoolArgs):
 
 
 class Vectors:
-    """An EnvPool environment with vector observations, in the place of `ppo.Atari`.
+    """An EnvPool environment with vector observations, replaces `ppo.Atari`.
 
-    Observations are joined. The memory is the discounted sum of rewards, which `learn` updates.
+    The memory is the discounted sum of rewards, which `learn` updates.
     """
 
     eval_setting = {}
+    spec_options = {}
 
     def __init__(self, args):
+        """Raises `UserError` for an unknown id, and for a game of several players."""
         self.args = args
-        spec = ppo.make_spec(args.env_id)
+        spec = ppo.make_spec(args.env_id, **self.spec_options)
+        if spec.config.max_num_players > 1:
+            raise ppo.UserError(f"--env-id {args.env_id} has several players, not one")
         self.observation_space, self.action_space = spec.observation_space, spec.action_space
 
     def make_pool(self, seeds, evaluation=False, **options):
@@ -75,40 +81,78 @@ class Vectors:
         return envpool.make(self.args.env_id, env_type="gymnasium", **options)
 
     def start(self, obs, info):
-        obs = joined(obs)
+        obs = flatten(self.observation_space, obs)
         return obs, jnp.zeros(len(obs))
 
     def read(self, memory, valid, outcome):
         obs, reward, terminated, truncated, _ = outcome
-        ended = valid & (terminated | truncated)
-        return (joined(obs), reward, terminated, truncated), reward, ended, memory
+        obs, ended = flatten(self.observation_space, obs), valid & (terminated | truncated)
+        return (obs, reward, terminated, truncated), reward, ended, memory
 
     def bounded(self, action):
-        """Actions [N, ...], clipped to the bounds of their space, and of its dtype."""
+        """Actions [N, A] in the shape [N, ...] of the space, clipped or counted from its start."""
         space = self.action_space
-        if hasattr(space, "low"):
-            action = action.clip(space.low, space.high).astype(space.dtype)
-        return action
+        action = action.reshape(len(action), *space.shape)
+        if isinstance(space, spaces.Box):
+            return action.astype(space.dtype).clip(space.low, space.high)
+        return (action + getattr(space, "start", 0)).astype(action.dtype)
 
 
-def joined(obs):
-    """A tree of arrays [N, ...] as one array [N, O]."""
-    return jnp.concatenate([x.reshape(len(x), -1) for x in jax.tree.leaves(obs)], axis=1)
+def flatten(space, obs):
+    """Observations of a space, a tree of [N, ...], as one array [N, O]; discrete ones one-hot.
+
+    Raises `UserError` for a space without vectors of a fixed size.
+    """
+    if isinstance(space, spaces.Dict):
+        parts = [flatten(space[name], obs[name]) for name in sorted(space)]
+    elif isinstance(space, spaces.Tuple):
+        parts = [flatten(*part) for part in zip(space, obs)]
+    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        sizes = np.ravel(getattr(space, "nvec", getattr(space, "n", None)))
+        columns = (obs - space.start).reshape(len(obs), -1).T
+        parts = [jax.nn.one_hot(*part) for part in zip(columns, sizes)]
+    elif isinstance(space, spaces.Box | spaces.MultiBinary) and math.prod(space.shape):
+        parts = [obs.reshape(len(obs), -1)]
+    else:
+        raise ppo.UserError(f"observations are vectors of a fixed size here, not {space}")
+    return jnp.concatenate(parts, axis=1)
+
+
+def num_choices(space):
+    """Numbers of choices [A] of the components of discrete actions; None for a Box of floats."""
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return None
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return np.ravel(getattr(space, "nvec", getattr(space, "n", None)))
+    if isinstance(space, spaces.MultiBinary):
+        return np.full(math.prod(space.shape), 2)
+    kinds = "Discrete, MultiDiscrete, MultiBinary or a Box of floats"
+    raise ppo.UserError(f"actions are {kinds} here, not {space}")
+
+
+class Categoricals(ppo.Categorical):
+    """Independent distributions over the choices of each component of actions [..., A]."""
+
+    def log_prob(self, action):
+        """Log-probabilities [...] of actions [..., A]."""
+        return super().log_prob(action).sum(-1)
+
+    def entropy(self):
+        """Entropies [...], in nats."""
+        return super().entropy().sum(-1)
 
 
 def init_agent(args, key, env):
     """Parameters of the networks, and the statistics."""
     obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
-    obs_size, space = joined(obs).shape[1], env.action_space
-    discrete = not str(space.dtype).startswith("float")
-    if discrete and (space.shape or getattr(space, "start", 1) > 0):
-        raise ppo.UserError(f"actions are Discrete, from 0, or a Box of floats here, not {space}")
-    action_size = int(space.n) if discrete else math.prod(space.shape)
+    obs_size = flatten(env.observation_space, obs).shape[1]
+    sizes, num_actions = num_choices(env.action_space), math.prod(env.action_space.shape)
+    head_size = num_actions if sizes is None else len(sizes) * sizes.max()
     actor_key, critic_key = jax.random.split(key)
     return {
-        "actor": init_mlp(actor_key, (obs_size, 64, 64, action_size), head_gain=0.01),
+        "actor": init_mlp(actor_key, (obs_size, 64, 64, int(head_size)), head_gain=0.01),
         "critic": init_mlp(critic_key, (obs_size, 64, 64, 1), head_gain=1.0),
-        "log_std": None if discrete else jnp.zeros(action_size),
+        "log_std": jnp.zeros(num_actions) if sizes is None else None,
         "obs": {"count": jnp.zeros(()), "mean": jnp.zeros(obs_size), "var": jnp.ones(obs_size)},
         "returns": {"count": jnp.zeros(()), "mean": jnp.zeros(()), "var": jnp.ones(())},
     }
@@ -119,33 +163,38 @@ def forward(args, params, obs):
     seen = jax.lax.stop_gradient(params["obs"])
     x = (obs - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-8)
     x = jnp.clip(x, -10.0, 10.0).T  # [O, M], see `mlp`
-    head, value = mlp(params["actor"], x).T, mlp(params["critic"], x)[0]  # [M, A], [M]
-    if params["log_std"] is None:
-        return ppo.Categorical(logits=head), value
-    return Gaussian(mean=head, log_std=jnp.broadcast_to(params["log_std"], head.shape)), value
+    head, value = mlp(params["actor"], x).T, mlp(params["critic"], x)[0]
+    if params["log_std"] is not None:
+        return Gaussian(mean=head, log_std=jnp.broadcast_to(params["log_std"], head.shape)), value
+    sizes = num_choices(ppo.make_env(args).action_space)
+    logits = head.reshape(len(head), len(sizes), -1)  # [M, A, largest size]
+    exists = np.arange(logits.shape[-1]) < sizes[:, None]
+    return Categoricals(logits=jnp.where(exists, logits, -1e9)), value
 
 
 def updated(old, x, valid):
-    """Statistics of all that came before and of x [T, N, ...] where `valid` [T, N]."""
+    """Statistics of all earlier samples and of x [T, N, ...] where `valid` [T, N]."""
     where = jnp.expand_dims(valid, range(2, x.ndim))
     mean, var = x.mean((0, 1), where=where), x.var((0, 1), where=where)
     count = old["count"] + valid.sum()
-    share = valid.sum() / count  # of the new ones among all
+    share = valid.sum() / count  # of the new samples among all
     change = mean - old["mean"]
-    return {
+    new = {
         "count": count,
         "mean": old["mean"] + share * change,
         "var": (1 - share) * (old["var"] + share * change**2) + share * var,
     }
+    # The mean over no sample is NaN.
+    return jax.tree.map(lambda new, old: jnp.where(valid.any(), new, old), new, old)
 
 
 plain_learn = ppo.learn
 
 
 def learn(args, state, trajectory):
-    """Rewards are divided by the deviation of their discounted sums before all else.
+    """Divides rewards by the standard deviation of their discounted sums, then learns.
 
-    The statistics of observations change after it: ratios compare policies that see the same.
+    The statistics of observations change afterwards: both policies of a ratio need the same inputs.
     """
     params, valid = state.params, trajectory.valid
     done = trajectory.terminated | trajectory.truncated
@@ -165,9 +214,9 @@ def learn(args, state, trajectory):
     return state._replace(params=state.params | statistics), metrics
 
 
-def main(words=None, args=Args, world=Vectors, agent=(init_agent, forward, learn)):
-    """Atari's `main` with these parts in the place of its own."""
-    ppo.Args, ppo.make_env = args, world
+def main(words=None, args=Args, env=Vectors, agent=(init_agent, forward, learn)):
+    """Atari's `main` with its parts replaced by these."""
+    ppo.Args, ppo.make_env = args, env
     ppo.init_agent, ppo.forward, ppo.learn = agent
     try:
         ppo.main(words)
