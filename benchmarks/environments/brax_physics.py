@@ -1,13 +1,14 @@
-"""Brax in the swing-up's script, with normalised observations.
+"""Brax in the swing-up's script, with normalized observations.
 
     python benchmarks/environments/brax_physics.py --env-id reacher --seed 2
     python benchmarks/environments/brax_physics.py --eval runs/<run_name>
 
-Needs `pip install brax`. To use it elsewhere, copy it beside ppo_swingup_jax.py and leave out the
-line with sys.path.
+Requires `pip install brax==0.14.2`. To use it elsewhere, copy it next to ppo_swingup_jax.py and
+remove the line with sys.path.
 """
 
 import dataclasses
+import difflib
 import functools
 import pathlib
 import sys
@@ -41,12 +42,16 @@ class Args(ppo.Args):
 
 
 class Brax:
-    """An environment of Brax; `envs.create` would add a reset and a time limit of its own."""
+    """An environment of Brax. `envs.create` would add a reset and a time limit to it."""
 
     max_episode_steps = 1000
 
     def __init__(self, env_id, backend):
-        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+        """Raises `UserError` for an unknown id."""
+        if env_id not in envs._envs:
+            near = difflib.get_close_matches(env_id, envs._envs, cutoff=0.3)
+            raise ppo.UserError(f"--env-id {env_id}: not in Brax; similar names: {near}")
+        with jax.ensure_compile_time_eval():  # JAX traces calls of `make_env`
             self.env = envs.get_environment(env_id, backend=backend)
         self.action_size = self.env.action_size
 
@@ -61,7 +66,7 @@ class Brax:
         return state.obs
 
 
-# --- Normalised observations: statistics live among the parameters, but no gradient moves them ---
+# --- Normalized observations: the statistics are part of the parameters, without gradients ---
 
 init_agent, forward, update_epochs = ppo.init_agent, ppo.forward, ppo.update_epochs
 
@@ -73,14 +78,14 @@ def init_with_statistics(args, key, env):
     return init_agent(args, key, env) | {"obs": statistics}
 
 
-def forward_normalised(args, params, obs):
+def forward_normalized(args, params, obs):
     seen = jax.lax.stop_gradient(params["obs"])
     obs = (obs - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-8)
     return forward(args, params, jnp.clip(obs, -10, 10))
 
 
 def update_epochs_and_statistics(args, params, opt_state, batch, learning_rate, key):
-    # After the epochs, in which ratios would otherwise compare two normalisations.
+    # After the epochs: both policies of a ratio need the same normalization.
     params, *rest = update_epochs(args, params, opt_state, batch, learning_rate, key)
     old, mean, var = params["obs"], batch.obs.mean(0), batch.obs.var(0)
     count = old["count"] + args.batch_size
@@ -93,12 +98,12 @@ def update_epochs_and_statistics(args, params, opt_state, batch, learning_rate, 
     return params | {"obs": new}, *rest
 
 
-brax = functools.cache(Brax)  # it reads the model's file
+brax = functools.cache(Brax)  # reads the model's file
 
 
 if __name__ == "__main__":
     ppo.Args, ppo.make_env = Args, lambda args: brax(args.env_id, args.backend)
-    ppo.init_agent, ppo.forward = init_with_statistics, forward_normalised
+    ppo.init_agent, ppo.forward = init_with_statistics, forward_normalized
     ppo.update_epochs = update_epochs_and_statistics
     try:
         ppo.main()

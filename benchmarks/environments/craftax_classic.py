@@ -3,10 +3,10 @@
     python benchmarks/environments/craftax_classic.py --seed 2
     python benchmarks/environments/craftax_classic.py --eval runs/<run_name>
 
-Needs `pip install craftax`. The return is the number of achievements, of 22, and a tenth of what
-health changes by. A new map takes far longer than a step, so `starts_per_update` asks for a few
-start states instead of one for every step. To use it elsewhere, copy it beside ppo_cartpole_jax.py
-and leave out the line with sys.path.
+Requires `pip install craftax==1.6.1`. The return is the number of achievements, of 22, plus a tenth
+of the change of health. A new map takes far longer than a step, so `starts_per_update` asks for a
+few start states per update instead of one per step. To use it elsewhere, copy it next to
+ppo_cartpole_jax.py and remove the line with sys.path.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Args(ppo.Args):
 
     exp_name: str = pathlib.Path(__file__).stem
     env_id: str = "Craftax-Classic-Symbolic-v1"
-    eval_mode: Literal["greedy", "sampled"] = "sampled"  # greedy play gets stuck
+    eval_mode: Literal["greedy", "sampled"] = "sampled"  # greedy actions get stuck
     total_timesteps: float = 1e6
     num_steps: int = 64
     learning_rate: float = 5e-4
@@ -43,14 +43,18 @@ class Args(ppo.Args):
 class Craftax:
     """An environment of Craftax, without its own reset and time limit."""
 
+    env_ids = ("Craftax-Classic-Symbolic-v1", "Craftax-Symbolic-v1")
     starts_per_update = 64
 
     def __init__(self, env_id):
-        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+        """Raises `UserError` for an unknown id, and for an environment with images."""
+        if env_id not in self.env_ids:
+            raise ppo.UserError(f"--env-id {env_id}: not one of {', '.join(self.env_ids)}")
+        with jax.ensure_compile_time_eval():  # JAX traces calls of `make_env`
             self.env = make_craftax_env_from_name(env_id, auto_reset=False)
         self.num_actions = self.env.num_actions
         self.max_episode_steps = self.env.default_params.max_timesteps
-        # `rollout` keeps the time limit, as it tells a truncation from a termination.
+        # `rollout` applies the time limit, to distinguish truncation from termination.
         self.params = self.env.default_params.replace(max_timesteps=2**30)
 
     def reset(self, key):
@@ -65,7 +69,7 @@ class Craftax:
 
 
 def init_agent(args, key, env):
-    """Wider than CartPole's: an observation has 1,345 numbers."""
+    """Wider networks than CartPole's: an observation has 1,345 numbers."""
     (obs_size,) = jax.eval_shape(lambda: env.observe(env.reset(key))).shape
     actor_key, critic_key = jax.random.split(key)
     return {
@@ -74,7 +78,7 @@ def init_agent(args, key, env):
     }
 
 
-craftax = functools.cache(Craftax)  # it loads textures
+craftax = functools.cache(Craftax)  # loads textures
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 r"""Jumanji's 2048 and Snake in CartPole's script: an observation tree with an action mask.
 
     python benchmarks/environments/jumanji_games.py --env-id Game2048-v1 --seed 2
-    python benchmarks/environments/jumanji_games.py --env-id Snake-v1 --reward-scale 1 --gamma 0.97 \
-        --eval-mode sampled
+    python benchmarks/environments/jumanji_games.py --env-id Snake-v1 --reward-scale 1 \
+        --gamma 0.97 --eval-mode sampled
     python benchmarks/environments/jumanji_games.py --eval runs/<run_name>
 
-Needs `pip install jumanji`. To use it elsewhere, copy it beside ppo_cartpole_jax.py and leave out
-the line with sys.path.
+Requires `pip install jumanji==1.1.2`. Another game with discrete actions needs its own `features`.
+To use it elsewhere, copy it next to ppo_cartpole_jax.py and remove the line with sys.path.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Args(ppo.Args):
     num_steps: int = 64
     learning_rate: float = 1e-3
     reward_scale: float = 0.01
-    """factor on the rewards that the learner sees; reported returns are not scaled"""
+    """factor of the rewards in the loss; reported returns are not scaled"""
     gamma: float = 0.99
     gae_lambda: float = 0.95
     num_minibatches: int = 8
@@ -41,14 +41,19 @@ class Args(ppo.Args):
 
 
 class Jumanji:
-    """A game of Jumanji; its state is the pair of Jumanji's state and the observation of it."""
+    """A game of Jumanji. The state is the pair (Jumanji's state, its observation)."""
 
     max_episode_steps = 4000
 
     def __init__(self, env_id):
-        # Snake calls its time limit a termination; `rollout` keeps it instead.
+        """Raises `UserError` for a game that has no `features`."""
+        games = sorted(jumanji.registered_environments())
+        games = [name for name in games if name.startswith(("Game2048", "Snake"))]
+        if env_id not in games:
+            raise ppo.UserError(f"--env-id {env_id}: this adapter supports {', '.join(games)}")
+        # `rollout` applies the time limit, to distinguish truncation from termination.
         options = {"time_limit": 2**30} if "Snake" in env_id else {}
-        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+        with jax.ensure_compile_time_eval():  # JAX traces calls of `make_env`
             self.env = jumanji.make(env_id, **options)
             self.num_actions = int(self.env.action_spec.num_values)
 
@@ -58,15 +63,15 @@ class Jumanji:
 
     def step(self, key, state, action):
         state, timestep = self.env.step(state[0], action)
-        return (state, timestep.observation), timestep.reward, timestep.last()
+        return (state, timestep.observation), timestep.reward, timestep.discount == 0
 
     def observe(self, state):
         return state[1]
 
 
 def features(obs):
-    """What the networks see of a tree of observations of [M]: [F, M]."""
-    # A tile is a name here: of the 16 kinds of them each has an input of its own.
+    """Inputs [F, M] of the networks for a tree of M observations."""
+    # The exponents of 2048's tiles become one-hot vectors.
     x = jax.nn.one_hot(obs.board, 16) if hasattr(obs, "board") else obs.grid
     return x.reshape(x.shape[0], -1).T
 
@@ -91,7 +96,7 @@ compute_gae = ppo.compute_gae
 
 
 def compute_scaled_gae(args, reward, *rest):
-    """Scales what the learner sees; statistics of episodes keep the game's points."""
+    """Scales the rewards of the loss, not those of the episode statistics."""
     return compute_gae(args, args.reward_scale * reward, *rest)
 
 

@@ -1,7 +1,7 @@
 """Continuous control in Atari's script: MuJoCo, dm_control, MetaWorld and others that EnvPool has.
 
     python benchmarks/environments/mujoco_envpool.py --env-id HalfCheetah-v4 --seed 2
-    python benchmarks/environments/mujoco_envpool.py --env-id CartpoleBalance-v1 --total-timesteps 2e5
+    python benchmarks/environments/mujoco_envpool.py --env-id CartpoleBalance-v1 --num-envs 8
     python benchmarks/environments/mujoco_envpool.py --eval runs/<run_name> --eval-episodes 100
 
 The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian policy whose
@@ -97,6 +97,9 @@ class Vectors:
             return action.astype(space.dtype).clip(space.low, space.high)
         return (action + getattr(space, "start", 0)).astype(action.dtype)
 
+    def remember(self, memory, dist):
+        return memory
+
 
 def flatten(space, obs):
     """Observations of a space, a tree of [N, ...], as one array [N, O]; discrete ones one-hot.
@@ -142,34 +145,55 @@ class Categoricals(ppo.Categorical):
         return super().entropy().sum(-1)
 
 
-def init_agent(args, key, env):
-    """Parameters of the networks, and the statistics."""
-    obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
-    obs_size = flatten(env.observation_space, obs).shape[1]
-    sizes, num_actions = num_choices(env.action_space), math.prod(env.action_space.shape)
-    head_size = num_actions if sizes is None else len(sizes) * sizes.max()
-    actor_key, critic_key = jax.random.split(key)
+def head_size(space):
+    """Outputs of an actor for actions of a space."""
+    sizes = num_choices(space)
+    return math.prod(space.shape) if sizes is None else len(sizes) * int(sizes.max())
+
+
+def distribution(space, params, head):
+    """The distribution over actions of a space, from outputs [..., F] of an actor."""
+    sizes = num_choices(space)
+    if sizes is None:
+        return Gaussian(mean=head, log_std=jnp.broadcast_to(params["log_std"], head.shape))
+    logits = head.reshape(*head.shape[:-1], len(sizes), -1)  # [..., A, largest size]
+    exists = np.arange(logits.shape[-1]) < sizes[:, None]
+    return Categoricals(logits=jnp.where(exists, logits, -1e9))
+
+
+def init_statistics(env, obs_size):
+    """Parameters that are not part of a network: log_std and running statistics."""
+    size = None if num_choices(env.action_space) is not None else head_size(env.action_space)
     return {
-        "actor": init_mlp(actor_key, (obs_size, 64, 64, int(head_size)), head_gain=0.01),
-        "critic": init_mlp(critic_key, (obs_size, 64, 64, 1), head_gain=1.0),
-        "log_std": jnp.zeros(num_actions) if sizes is None else None,
+        "log_std": None if size is None else jnp.zeros(size),
         "obs": {"count": jnp.zeros(()), "mean": jnp.zeros(obs_size), "var": jnp.ones(obs_size)},
         "returns": {"count": jnp.zeros(()), "mean": jnp.zeros(()), "var": jnp.ones(())},
     }
 
 
+def normalized(params, obs):
+    """Observations [..., O] with the running mean and variance removed, clipped to +-10."""
+    seen = jax.lax.stop_gradient(params["obs"])
+    return jnp.clip((obs - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-8), -10.0, 10.0)
+
+
+def init_agent(args, key, env):
+    """Parameters of the networks, and the statistics."""
+    obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
+    obs_size = flatten(env.observation_space, obs).shape[1]
+    actor_key, critic_key = jax.random.split(key)
+    actor_sizes = (obs_size, 64, 64, head_size(env.action_space))
+    return init_statistics(env, obs_size) | {
+        "actor": init_mlp(actor_key, actor_sizes, head_gain=0.01),
+        "critic": init_mlp(critic_key, (obs_size, 64, 64, 1), head_gain=1.0),
+    }
+
+
 def forward(args, params, obs):
     """The policy's distribution and the values [M] of observations [M, O]."""
-    seen = jax.lax.stop_gradient(params["obs"])
-    x = (obs - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-8)
-    x = jnp.clip(x, -10.0, 10.0).T  # [O, M], see `mlp`
+    x = normalized(params, obs).T  # [O, M], see `mlp`
     head, value = mlp(params["actor"], x).T, mlp(params["critic"], x)[0]
-    if params["log_std"] is not None:
-        return Gaussian(mean=head, log_std=jnp.broadcast_to(params["log_std"], head.shape)), value
-    sizes = num_choices(ppo.make_env(args).action_space)
-    logits = head.reshape(len(head), len(sizes), -1)  # [M, A, largest size]
-    exists = np.arange(logits.shape[-1]) < sizes[:, None]
-    return Categoricals(logits=jnp.where(exists, logits, -1e9)), value
+    return distribution(ppo.make_env(args).action_space, params, head), value
 
 
 def updated(old, x, valid):
@@ -210,7 +234,8 @@ def learn(args, state, trajectory):
     reward = jnp.clip(trajectory.reward / jnp.sqrt(returns["var"] + 1e-8), -10.0, 10.0)
     state = state._replace(env_state=state.env_state._replace(memory=total))
     state, metrics = plain_learn(args, state, trajectory._replace(reward=reward))
-    statistics = {"obs": updated(params["obs"], trajectory.obs, valid), "returns": returns}
+    obs = trajectory.obs["obs"] if isinstance(trajectory.obs, dict) else trajectory.obs
+    statistics = {"obs": updated(params["obs"], obs, valid), "returns": returns}
     return state._replace(params=state.params | statistics), metrics
 
 

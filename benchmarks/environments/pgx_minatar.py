@@ -3,11 +3,12 @@
     python benchmarks/environments/pgx_minatar.py --env-id minatar-breakout --seed 2
     python benchmarks/environments/pgx_minatar.py --eval runs/<run_name>
 
-Needs `pip install pgx`. Its board games have two players, who need more than this script. To use it
-elsewhere, copy it beside ppo_cartpole_jax.py and leave out the line with sys.path.
+Requires `pip install pgx==2.6.0`. Games of several players are refused: they need self-play. To use
+it elsewhere, copy it next to ppo_cartpole_jax.py and remove the line with sys.path.
 """
 
 import dataclasses
+import difflib
 import pathlib
 import sys
 
@@ -36,13 +37,19 @@ class Args(ppo.Args):
 
 
 class Pgx:
-    """A game of Pgx for one player; it begins no episode itself."""
+    """A game of Pgx for one player. It does not reset itself."""
 
     max_episode_steps = 2500  # minatar-freeway's limit, before it would end itself
 
     def __init__(self, env_id):
-        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+        """Raises `UserError` for an unknown id, and for a game of several players."""
+        if env_id not in pgx.available_envs():
+            near = difflib.get_close_matches(env_id, pgx.available_envs(), cutoff=0.3)
+            raise ppo.UserError(f"--env-id {env_id}: not in Pgx; similar names: {near}")
+        with jax.ensure_compile_time_eval():  # JAX traces calls of `make_env`
             self.env = pgx.make(env_id)
+        if self.env.num_players > 1:
+            raise ppo.UserError(f"--env-id {env_id} has {self.env.num_players} players, not one")
         self.num_actions = self.env.num_actions
 
     def reset(self, key):
@@ -57,7 +64,7 @@ class Pgx:
 
 
 def init_agent(args, key, env):
-    """A convolution that actor and critic share, and a hidden layer for each."""
+    """A convolution, shared by actor and critic, and a hidden layer for each."""
     height, width, channels = jax.eval_shape(lambda: env.observe(env.reset(key))).shape
     features = 16 * (height - 2) * (width - 2)
     conv_key, actor_key, critic_key = jax.random.split(key, 3)
@@ -69,8 +76,8 @@ def init_agent(args, key, env):
 
 
 def forward(args, params, obs):
-    """3x3 patches of pictures [M, Y, X, C] and a product: its gradient is fast on a CPU, too."""
-    x = obs.transpose(3, 1, 2, 0).astype(jnp.float32)  # [C, Y, X, M]: the batch comes last
+    """Multiplies 3x3 patches of images [M, Y, X, C]: the gradient of that is fast on a CPU."""
+    x = obs.transpose(3, 1, 2, 0).astype(jnp.float32)  # [C, Y, X, M]
     _, height, width, samples = x.shape
     shifts = [(i, j) for i in range(3) for j in range(3)]
     x = jnp.concatenate([x[:, i : i + height - 2, j : j + width - 2] for i, j in shifts])

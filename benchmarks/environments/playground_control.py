@@ -3,11 +3,13 @@
     python benchmarks/environments/playground_control.py --env-id CartpoleBalance --seed 2
     python benchmarks/environments/playground_control.py --eval runs/<run_name>
 
-Needs `pip install playground`. Its default engine, Warp, needs an NVIDIA GPU; "jax" runs anywhere.
-To use it elsewhere, copy it beside ppo_swingup_jax.py and leave out the line with sys.path.
+Requires `pip install playground==0.2.0`. Its default engine, Warp, requires an NVIDIA GPU; "jax"
+runs anywhere. To use it elsewhere, copy it next to ppo_swingup_jax.py and remove the line with
+sys.path.
 """
 
 import dataclasses
+import difflib
 import functools
 import pathlib
 import sys
@@ -35,10 +37,14 @@ class Args(ppo.Args):
 
 
 class Playground:
-    """An environment of MuJoCo Playground; resets and time limits are in its wrappers alone."""
+    """An environment of MuJoCo Playground, without its wrappers for resets and time limits."""
 
     def __init__(self, env_id):
-        with jax.ensure_compile_time_eval():  # `make_env` is called while a program is traced
+        """Raises `UserError` for an unknown id."""
+        if env_id not in registry.ALL_ENVS:
+            near = difflib.get_close_matches(env_id, registry.ALL_ENVS, cutoff=0.3)
+            raise ppo.UserError(f"--env-id {env_id}: not in Playground; similar names: {near}")
+        with jax.ensure_compile_time_eval():  # JAX traces calls of `make_env`
             self.env = registry.load(env_id, config_overrides={"impl": "jax"})
         self.action_size = self.env.action_size
         self.max_episode_steps = registry.get_default_config(env_id).episode_length
@@ -54,7 +60,7 @@ class Playground:
         return state.obs
 
 
-playground = functools.cache(Playground)  # it reads the model's file
+playground = functools.cache(Playground)  # reads the model's file
 
 
 if __name__ == "__main__":

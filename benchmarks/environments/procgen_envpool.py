@@ -1,11 +1,12 @@
-"""Procgen in Atari's script: another family of EnvPool with pictures.
+"""Procgen in Atari's script: another family of EnvPool with images.
 
-    apt-get install libqt5gui5  # which EnvPool's Procgen needs, here of Debian and Ubuntu
+    apt-get install libqt5gui5  # EnvPool's Procgen needs Qt 5; this is for Debian and Ubuntu
     python benchmarks/environments/procgen_envpool.py --env-id CoinrunEasy-v0 --seed 2
 
-Training is on 200 levels, evaluation on all. Sizes and rates are those of the Procgen paper
-(https://arxiv.org/abs/1912.01588), in which PPO has 25 million steps; the network is Atari's with
-other strides. A coin is worth 10, which is too much for the critic: rewards are divided by it.
+Training uses 200 levels, evaluation all of them. Sizes and rates are those of the Procgen paper
+(https://arxiv.org/abs/1912.01588), whose PPO trains for 25 million steps. The network is Atari's
+with other strides. A coin gives a reward of 10, too much for the critic, so rewards are divided by
+10.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ class Args(mujoco_envpool.PoolArgs):
 class Procgen(mujoco_envpool.Vectors):
     """Images [3, 64, 64]."""
 
+    spec_options = {"num_levels": 200}  # an environment of another family does not have it
     video_options = {}
     video_fps = 15
 
@@ -53,8 +55,8 @@ class Procgen(mujoco_envpool.Vectors):
 
 
 def main(words=None):
-    """Atari's `main` with this world and Atari's agent."""
-    layers = ((32, 4, 4), (64, 4, 2), (64, 3, 1))  # features, size of the kernel, stride
+    """Atari's `main` with this environment and Atari's agent."""
+    layers = ((32, 4, 4), (64, 4, 2), (64, 3, 1))  # features, kernel size, stride
     ppo.NatureCNN = functools.partial(ppo.NatureCNN, layers=layers)
     mujoco_envpool.main(words, Args, Procgen, (ppo.init_agent, ppo.forward, ppo.learn))
 

@@ -1,15 +1,17 @@
-"""XLand-MiniGrid in the recurrent script: tasks that are to be found out by trying.
+r"""XLand-MiniGrid in the recurrent script: tasks whose rules the agent must discover.
 
-    python benchmarks/environments/xland_minigrid.py --benchmark-id trivial-21k --episodes-per-trial 4
+    python benchmarks/environments/xland_minigrid.py --benchmark-id trivial-21k \
+        --episodes-per-trial 4
     python benchmarks/environments/xland_minigrid.py --env-id XLand-MiniGrid-DoorKey-8x8
 
-Needs `pip install xminigrid`. `--benchmark-id` is the name of one of its benchmarks, a download, or
-a file that its generator or xland_tasks.py wrote. "XLand-" before the id of one of its ports of
-MiniGrid plays those. To use it elsewhere, copy it beside ppo_minigrid_rnn.py and leave out the line
-with sys.path.
+Requires `pip install xminigrid==0.9.3`. `--benchmark-id` is the name of one of its benchmarks,
+which is downloaded, or a file that its generator or xland_tasks.py wrote. "XLand-" before the id of
+one of its ports of MiniGrid selects that port. To use it elsewhere, copy it next to
+ppo_minigrid_rnn.py and remove the line with sys.path.
 """
 
 import dataclasses
+import difflib
 import functools
 import pathlib
 import sys
@@ -27,40 +29,40 @@ class Args(ppo.Args):
     exp_name: str = pathlib.Path(__file__).stem
     env_id: str = "XLand-MiniGrid-R1-9x9"
     benchmark_id: str | None = None
-    """tasks: the name of one of XLand-MiniGrid's benchmarks, or a file"""
+    """name of a benchmark of XLand-MiniGrid, or a file with tasks"""
     ruleset_id: int | None = None
-    """number of the task in the benchmark; else every level has a random one of the first 10,000"""
+    """number of a task of the benchmark; by default each level samples one of the first 10,000"""
 
 
 class XLand:
     """An environment of XLand-MiniGrid in the form of `ppo.MiniGrid`.
 
-    A task there is a ruleset: a goal, the things that lie about, and rules by which some become
-    others when they come near each other or to the agent. The agent observes none of the rules, nor
-    the goal: only the reward tells what they are. To find that out in the first episode and use it
-    in the next ones is what trials are for. (In XLand-MiniGrid's own trainer things lie elsewhere
-    in each episode of a trial, here where they lay.) https://github.com/dunnolab/xland-minigrid
+    A task is a ruleset: a goal, the objects of the level, and rules that replace objects when they
+    are close to each other or to the agent. The agent observes neither the rules nor the goal, only
+    the reward. In a trial it can discover them in the first episode and use them in the next ones.
+    (Here all episodes of a trial have the same positions. XLand-MiniGrid's own trainer samples new
+    ones.) https://github.com/dunnolab/xland-minigrid
 
     | what        | value                                                                        |
     | ----------- | ---------------------------------------------------------------------------- |
     | state       | its `TimeStep`, which contains the observation                               |
-    | observation | {"image": uint8 [view, view, 2], codes of thing and colour; "direction"}     |
+    | observation | {"image": uint8 [view, view, 2], codes of object and color; "direction"}     |
     | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
     | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
     | terminated  | the goal is reached                                                          |
-    | start       | a ruleset (that of `--ruleset-id`, or a random one) and places for its things |
+    | start       | a ruleset (`--ruleset-id`, or a random one) and positions of its objects      |
     """
 
     def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises `UserError` where the arguments do not fit."""
-        import xminigrid  # makes arrays: not before processes that train together have met
+        """Raises `UserError` for invalid arguments."""
+        import xminigrid  # creates arrays, so only after `jax.distributed.initialize`
         from xminigrid.core import constants
 
         known = xminigrid.registered_environments()
         name = env_id if env_id in known else env_id.removeprefix("XLand-")
         if name not in known:
-            message = f"--env-id {env_id}: unknown to xminigrid, which has {', '.join(known)}"
-            raise ppo.UserError(message)
+            near = difflib.get_close_matches(env_id, known, cutoff=0.3)
+            raise ppo.UserError(f"--env-id {env_id}: not in xminigrid; similar names: {near}")
         self.env, self.params = xminigrid.make(name)
         self.benchmark = None
         has_rulesets = hasattr(self.params, "ruleset")
@@ -76,39 +78,39 @@ class XLand:
         self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
 
     def reset(self, key):
-        """A start state, drawn with a PRNG key."""
+        """Samples a start state."""
         ruleset_key, places_key = jax.random.split(key)
         params = self.params
         if self.benchmark is not None:
             ruleset = self.benchmark.sample_ruleset(ruleset_key)
             params = params.replace(ruleset=ruleset)
         start = self.env.reset(params, places_key)
-        return start.replace(state=start.state.replace(key=()))  # for resets that do not happen
+        return start.replace(state=start.state.replace(key=()))  # only for xminigrid's own resets
 
     def step(self, key, state, action):
-        """One step; returns (state, reward [], terminated [])."""
+        """Returns (state, reward [], terminated [])."""
         after = self.env.step(self.params, state, action)  # the ruleset is in the state
         return after, after.reward, after.discount == 0
 
     def observe(self, state):
-        """What the agent sees of a state."""
+        """The observation of a state."""
         return {"image": state.observation, "direction": state.state.agent.direction}
 
     def render(self, state):
-        """The whole level as uint8 pixels."""
+        """The image of the whole level, uint8."""
         from xminigrid.rendering.rgb_render import render
 
         return render(state.state.grid, state.state.agent, self.params.view_size, 320 // self.width)
 
 
-MAX_RULESETS = 10_000  # they are part of every compiled program, and a million would slow it down
+MAX_RULESETS = 10_000  # constants of compiled functions, which a million would slow down
 
 
 def load_rulesets(benchmark_id, ruleset_id):
-    """Tasks of one of XLand-MiniGrid's benchmarks, or of a file that its generator wrote.
+    """Tasks of a benchmark or of a file: the one of `ruleset_id`, or the first MAX_RULESETS.
 
-    The one of `ruleset_id`, or the first MAX_RULESETS. Benchmarks are downloaded. Like xminigrid
-    this unpickles what is in a file, so it must come from someone whom you trust. `UserError`.
+    Like xminigrid it unpickles the file, so the file must come from someone you trust. Raises
+    `UserError`.
     """
     from xminigrid import benchmarks
 
@@ -117,7 +119,7 @@ def load_rulesets(benchmark_id, ruleset_id):
     load = benchmarks.load_benchmark if is_name else benchmarks.load_benchmark_from_path
     try:
         rulesets = load(benchmark_id)
-    except Exception as error:  # damaged bytes make pickle raise nearly anything
+    except Exception as error:  # damaged bytes raise nearly anything
         what = f"neither one of {', '.join(known)} nor a file of rulesets"
         if is_name:
             what = "cannot be downloaded or read"
@@ -136,13 +138,13 @@ def load_rulesets(benchmark_id, ruleset_id):
 @functools.cache
 def find_xland(env_id, benchmark_id, ruleset_id):
     """The `XLand` of these flags, read once."""
-    # Possibly asked for while a program is traced: what xminigrid keeps must not become part of it.
+    # JAX may trace the first call; arrays that xminigrid keeps must not be tracers.
     with jax.ensure_compile_time_eval():
         return XLand(env_id, benchmark_id, ruleset_id)
 
 
 def make_env(args):
-    """The environment of the flags; `UserError` for those that do not fit."""
+    """The environment of the flags; raises `UserError`."""
     if args.img_obs:
         raise ppo.UserError("--img-obs: XLand-MiniGrid's environments have codes only")
     if args.ruleset_id is not None and args.benchmark_id is None:
