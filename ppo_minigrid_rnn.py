@@ -5,82 +5,58 @@
 #     "flax>=0.12", "optax>=0.2.6",
 # ]
 # ///
-"""Recurrent PPO on MiniGrid in one file and one XLA program: environments, GRU agent and update.
+"""Recurrent PPO on MiniGrid in one file: environments, GRU agent and a fully jitted update.
 
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in 35 s on two cores
-    python ppo_minigrid_rnn.py --list-envs                # all 76 environments
+    python ppo_minigrid_rnn.py --list-envs                # prints all 76 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
-    python ppo_minigrid_rnn.py --resume runs/<run_name>   # go on after an interruption, bit for bit
-    python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluate a saved run, record a video
-
-Wider:
-
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
+    python ppo_minigrid_rnn.py --resume runs/<run_name>   # resumes an interrupted run, bit for bit
+    python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluates a saved run, records a video
 
-Where memory decides, and more exploration is needed:
+The environments are the 76 ids of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no
+wave function collapse: same ids, encoding, rules, missions and distributions of levels.
+
+Memory tasks need more exploration:
 
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-minibatches 8 --update-epochs 4 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
 
-Where rewards are rare, larger batches that are used more often:
+Rare rewards need larger batches and more epochs. If random play hardly ever succeeds,
+benchmarks/minigrid_count_bonus.py adds an exploration bonus:
 
     python ppo_minigrid_rnn.py --env-id UnlockPickup --total-timesteps 6e6 --num-steps 128 \
         --update-epochs 4
 
-(Where random play hardly ever succeeds, benchmarks/minigrid_count_bonus.py adds a bonus for what is
-new.)
-
-Levels that are met four times in a row, to be remembered:
+Meta-learning plays several episodes on each level, see `Trials`:
 
     python ppo_minigrid_rnn.py --env-id FourRooms --episodes-per-trial 4 --total-timesteps 5e6
 
-The setting of XLand-MiniGrid's recurrent PPO, for comparisons:
+These are the hyperparameters of XLand-MiniGrid's recurrent PPO. (Its agent observes codes as
+numbers and no direction, keeps its recurrent state across episodes, treats truncation as
+termination and has other initial gains.)
 
     python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 \
         --num-steps 16 --update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 \
         --norm-adv --ent-coef 0.01 --target-kl None --adam-eps 1e-8 --rnn-hidden-dim 1024 \
         --head-hidden-dim 256
 
-(There the agent sees codes as numbers and no direction, keeps its recurrent state where a new level
-begins, takes the time limit for an end, and starts with weights of other gains.)
+ppo_cartpole_jax.py explains PPO. Recurrence changes three things:
 
-The environments are all 76 of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no wave
-function collapse: same ids, encoding, rules, missions and distributions of levels.
+    - The agent sees a small part of the level and remembers the rest, so `forward` takes sequences
+      and a recurrent state.
+    - Minibatches consist of whole environments, [T, M]. Gradients pass through all steps of a
+      rollout, but not beyond.
+    - The value of a truncated episode's last observation depends on the agent's memory of this
+      episode, so `rollout` returns both.
 
-An agent wants a policy pi(a|s) with a large return. G_t is the discounted sum of the rewards from
-step t on (logs show the plain sum of an episode). One head of a network, the actor, is the policy;
-another, the critic, learns V(s), the return to expect from a state. The policy gradient is the mean
-of G_t grad log pi(a_t|s_t); to subtract V(s_t) from G_t changes nothing in that mean and takes away
-much of its noise. What is left estimates the advantage A(s, a), how much better than expected an
-action is: better actions become likelier, worse ones rarer. PPO (https://arxiv.org/abs/1707.06347)
-takes many such steps on the same samples; a sample stops pushing once it has made its own action
-likelier or rarer by a given factor. It repeats one `update`:
+The sections above "Running" contain the algorithm for one agent. "Running" trains it from a shell.
+"Catalogue" contains the levels.
 
-    1. rollout            T steps in N environments with the current policy    T * N samples
-    2. trajectory_values  what return did the critic expect from each state?   values V
-    3. compute_gae        how much better than that did each action turn out?  advantages A
-    4. update_epochs      several passes over the samples in shuffled minibatches:
-         ppo_loss           make better actions likelier; fit the critic       its gradient
-         optimizer_update   a step against that gradient                       parameters
-
-Recurrence changes three things. The agent sees a small part of the level and remembers the rest, so
-`forward` takes sequences and a recurrent state. Minibatches are whole environments, [T, M], so that
-a gradient goes back through all steps of a rollout, but not beyond. And where the time limit cuts
-an episode, the value of its last observation stands for the rest of its return; here it needs the
-memory of that episode, too, which is kept for it.
-
-An agent with memory may also learn while it plays: with `--episodes-per-trial` it meets each level
-several times in a row and remembers the times before. `Trials` explains this meta-learning.
-
-All above the banner "Running" is reinforcement learning, for one agent; what is below runs it, and
-behind that are the levels. Details follow
-https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-
-Axes in shape comments (in formulas A is the advantage, U and W are weights of the GRU): K agents
-(seeds), T steps, N environments, M environments of a minibatch, W windows of steps
-(`truncation_window`), G cells of a grid, A actions, F features (of images, their channels), Y,
-X rows and columns, L stacked GRUs, H hidden units, U updates; in evaluation E environments,
-C episodes of a trial, S states of one episode. Rarer ones are words: [rooms, chains].
+Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
+W windows of steps (`truncation_window`), G cells of a grid, A actions, F features, Y, X rows and
+columns, L stacked GRUs, H hidden units, U updates, E evaluation environments, C episodes of a
+trial, S kept states. In formulas A is the advantage; U and W are weights of the GRU.
 """
 
 import contextlib
@@ -128,15 +104,15 @@ class Args:
     num_seeds: int = 1
     """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     num_devices: int = 1
-    """devices of each process over which the environments are spread"""
+    """devices per process; the environments are split among them"""
     distributed: bool = False
-    """train with several processes that each run this command; the first one writes"""
+    """train with several processes that run this command; the first one writes files"""
     coordinator_address: str | None = None
-    """address:port of the first process; found by itself under SLURM and the like"""
+    """address:port of the first process; detected under SLURM and similar launchers"""
     num_processes: int | None = None
-    """processes that train together; likewise"""
+    """number of processes; detected under SLURM and similar launchers"""
     process_id: int | None = None
-    """number of this process, from 0; likewise"""
+    """index of this process, from 0; detected under SLURM and similar launchers"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_minigrid_rnn")).stem
     """name of the experiment, part of the run's name"""
     runs_dir: str = "runs"
@@ -148,7 +124,7 @@ class Args:
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
-    """episodes (or trials) of an evaluation, each in an environment of its own"""
+    """episodes (or trials) per evaluation, each in its own environment"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
     """evaluation takes the most probable actions (greedy) or samples them (sampled)"""
     eval_interval: int = 0
@@ -168,25 +144,25 @@ class Args:
 
     # Environment
     env_id: str = "MiniGrid-Empty-8x8-v0"
-    """environment; without -v0 or -v1 Farama's newest version"""
+    """environment id; without -v0 or -v1: Farama's newest version"""
     list_envs: bool = False
     """print the environments and exit"""
     img_obs: bool = False
-    """observe the partial view as 56x56 pixels instead of its 7x7 codes"""
+    """observe the view as 56x56 pixels instead of 7x7 codes"""
     num_envs: int = 64
-    """parallel environments of each agent, over all devices"""
+    """parallel environments per agent, over all devices"""
     episodes_per_trial: int = 1
-    """episodes in a row on each level; with more than one it learns to learn: `Trials`"""
+    """consecutive episodes per level; more than one: meta-learning, see Trials"""
 
     # Agent
     action_emb_dim: int = 16
     """size of the previous action's embedding"""
     rnn_hidden_dim: int = 64
-    """hidden units of each GRU, H"""
+    """hidden units per GRU, H"""
     rnn_num_layers: int = 1
-    """stacked GRUs, L, whose outputs are summed"""
+    """number of stacked GRUs, L; their outputs are summed"""
     head_hidden_dim: int = 64
-    """units of the hidden layer of actor and critic"""
+    """units of the hidden layers of actor and critic"""
 
     # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
     # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
@@ -194,27 +170,27 @@ class Args:
     total_timesteps: float = 300_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 64
-    """steps per environment and update; gradients go back through all of them"""
+    """steps per environment and update; gradients pass through all of them"""
     learning_rate: float = 1e-3
     """Adam's learning rate (its initial value when annealed)"""
     anneal_lr: bool = True
-    """decay the learning rate linearly; it would be zero after the last update"""
+    """decay the learning rate linearly to zero"""
     gamma: float = 0.995
-    """discount"""
+    """discount factor"""
     gae_lambda: float = 0.99
-    """lambda of generalised advantage estimation; high, as rewards are rare and late"""
+    """lambda of generalized advantage estimation; high because rewards are rare and late"""
     num_minibatches: int = 16
-    """minibatches per epoch, of whole environments"""
+    """minibatches per epoch, each of whole environments"""
     update_epochs: int = 3
     """passes over the batch per update"""
     norm_adv: bool = False
-    """normalise advantages in each minibatch; until the first success that only amplifies noise"""
+    """normalize advantages per minibatch; amplifies noise before the first success"""
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
     """clip the value loss by the same range"""
     ent_coef: float = 0.0001
-    """weight of the entropy bonus; a larger one pulls back to random play between rare successes"""
+    """weight of the entropy bonus; a larger one favors random play between rare successes"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -225,12 +201,12 @@ class Args:
     """Adam's epsilon"""
 
     def __post_init__(self):
-        """Completes the environment's id; `full_id` says how."""
+        """Completes the environment id, see `full_id`."""
         self.env_id = full_id(self.env_id)
 
     @property
     def batch_size(self) -> int:
-        """Environment steps of one update."""
+        """Environment steps per update, T * N."""
         return self.num_envs * self.num_steps
 
     @property
@@ -243,34 +219,37 @@ class Args:
 # Environment
 # ==================================================================================================
 
-# With an environment of your own delete this section but for `TrialState`, `Trials` and `make_env`,
-# which says what it needs, and the Catalogue but for the last lines, which call `main`. What is
-# MiniGrid's elsewhere: the environment's flags and `full_id` in `Args`; from CODE_LAYERS to
-# `Encoder` and the body of `encode`, without GRU_GAIN, `orthogonal` and `Dense`; `print_envs`; in
-# `main` `list_envs`.
+# To use your own environment, delete these names and the code between the two names of a range:
+#     imports       difflib, itertools
+#     Args          list_envs, img_obs, __post_init__
+#     Environment   RED to num_uniforms; full_id, find_env
+#     Agent         CODE_LAYERS to MISSION_FEATURES; patches to Encoder
+#     Running       print_envs; in `main` the statement with `args.list_envs`
+#     Catalogue     memory_end to draw_view
+# Rewrite: make_env, encode (the docstrings state what your versions need). Keep: TrialState, Trials.
 
 # --- Cells and words ---
 
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
-# A cell of the grid is one byte, kind + colour. That is a third of the memory traffic of Farama's
-# triples of object, colour and state. Kinds are multiples of 8, at most 15 of them.
+# A cell is one byte, kind + color: a third of the memory of Farama's (object, color, state). Kinds
+# are multiples of 8 below NUM_CELLS.
 UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA = range(0, 80, 8)
 KEY_BOX, DOOR_CLOSED, DOOR_LOCKED = range(80, 104, 8)
-NUM_CELLS = 128  # bytes that may stand for a cell
+NUM_CELLS = 128  # number of values of a cell
 
 
 class Kind(NamedTuple):
-    """A kind of cells. What toggling it does stands in `MiniGrid.transition`.
+    """A kind of cell. `MiniGrid.transition` defines the effect of toggling it.
 
-    A kind of your own needs a row in KINDS, for its picture one in PICTURES and, if its object code
-    is a new one, an environment with larger `code_sizes`: codes beyond them the agent does not see.
+    A new kind needs a row in KINDS and, to be drawn, one in PICTURES. A new object code needs an
+    environment with larger `code_sizes`, because the agent does not see codes beyond them.
     """
 
     object: int  # Farama's code
-    state: int = 0  # Farama's code of a door's: open, closed, locked
+    state: int = 0  # Farama's code of a door: open, closed, locked
     is_clear: bool = True  # light passes
-    can_enter: bool = False  # the agent may go there; `transition` tells what goal and lava do then
-    can_carry: bool = False  # the agent may pick it up
+    can_enter: bool = False  # the agent can enter; `transition` handles goal and lava
+    can_carry: bool = False  # the agent can pick it up
 
 
 KINDS = {
@@ -284,11 +263,11 @@ KINDS = {
     KEY: Kind(object=5, can_carry=True),
     BALL: Kind(object=6, can_carry=True),
     BOX: Kind(object=7, can_carry=True),
-    KEY_BOX: Kind(object=7, can_carry=True),  # its colour is the key's
+    KEY_BOX: Kind(object=7, can_carry=True),  # its color is that of the key
     GOAL: Kind(object=8, can_enter=True),
     LAVA: Kind(object=9, can_enter=True),
 }
-CODE_SIZES = (11, 6, 3)  # how many objects, colours and states of a door Farama's codes can tell
+CODE_SIZES = (11, 6, 3)  # numbers of Farama's codes: objects, colors, door states
 
 GREY_WALL = WALL + GREY
 GREEN_GOAL = GOAL + GREEN
@@ -297,9 +276,9 @@ BLUE_BALL = BALL + BLUE
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 
-# What differs between the missions of one environment: each varying part of the sentence is one of
-# these, so a mission is a few whole numbers. Colours and things are in the order of their codes.
-# Words of your own go to the end. That widens a layer, so saved agents with a mission do not fit.
+# Words that vary between the missions of an environment: a mission is a few indices into WORDS.
+# Colors and things are in the order of their codes. Append new words at the end. They widen a
+# layer, so saved agents that observe a mission no longer fit.
 COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
 THING_WORDS = ["key", "ball", "box"]
 VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
@@ -307,48 +286,48 @@ WORDS = COLOUR_WORDS + THING_WORDS + VERB_WORDS
 
 
 def kind_of(cells):
-    """Kinds of cells, without their colours."""
+    """Kinds of cells, without their colors."""
     return cells & 0xF8
 
 
 def colour_of(cells):
-    """Colours of cells."""
+    """Colors of cells."""
     return cells & 7
 
 
 def are(cells, flag):
-    """Which of the cells are of a kind with a flag of `Kind`, such as "is_clear"."""
+    """Whether the kind of each cell has a flag of `Kind`, such as "is_clear"."""
     kinds_as_bits = sum(1 << kind // 8 for kind, row in KINDS.items() if getattr(row, flag))
     return (np.int32(kinds_as_bits) >> (cells >> 3)) & 1 == 1
 
 
 def words_of(cell):
-    """The mission's numbers for a key, ball or box: (colour, thing)."""
+    """The mission's indices (color, thing) of a key, ball or box."""
     return colour_of(cell), (cell - KEY) // 8 + len(COLOUR_WORDS)
 
 
 def named(colour, thing):
-    """The key, ball or box, a cell, of a mission's (colour, thing)."""
+    """The cell of a key, ball or box with the mission's indices (color, thing)."""
     return KEY + 8 * (thing - len(COLOUR_WORDS)) + colour
 
 
 def unpack(cells):
-    """Cells [...] as Farama's codes [..., 3] uint8: object, colour and state of a door."""
+    """Cells [...] as Farama's codes [..., 3] uint8: object, color, door state."""
     table = np.zeros((NUM_CELLS, 3), np.uint8)
     for kind, row in KINDS.items():
         for colour in range(8):
-            seen_colour = GREY if kind == KEY_BOX else colour  # nobody sees what is inside
+            seen_colour = GREY if kind == KEY_BOX else colour  # the contents are hidden
             table[kind + colour] = row.object, seen_colour, row.state
-    return at(table, cells)  # a look-up is cheaper than stacking three results
+    return at(table, cells)  # a look-up is cheaper than stacking three arrays
 
 
 def at(table, index):
-    """`table[index]`, unchecked: clamping would cost more than the look-up itself."""
+    """`table[index]` without bounds checks: clamping costs more than the look-up."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
 
 
 def put(grid, cells, value):
-    """The grid [G] with `value` [] in one cell ([]) or in each of several ([any])."""
+    """The grid [G] with `value` [] written to one cell [] or to several cells [any]."""
     # A comparison with every cell: a scatter is slower on a CPU.
     chosen = (np.arange(grid.size, dtype=np.int32)[None] == jnp.reshape(cells, (-1, 1))).any(0)
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
@@ -356,29 +335,30 @@ def put(grid, cells, value):
 
 # --- The view ---
 
-# The agent sees 7x7 cells and stands in the middle of the last row, facing the first. Another odd
-# number, written here, works for levels that `see_through_walls`; what light reaches,
-# `spread_light` and the bits in `MiniGrid.view`, is written for 7.
+# The agent sees 7x7 cells. It stands in the middle of the last row and faces the first. Levels that
+# `see_through_walls` work with any odd VIEW; `spread_light` and the bits in `MiniGrid.view` require
+# 7.
 VIEW = 7
-AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # where it stands, counted row by row
-TILE = 8  # pixels of a cell's side in the view of --img-obs
+AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # the agent's cell, counted row by row
+TILE = 8  # pixels per cell in the view of --img-obs
 
 
 @functools.cache
 def view_table(width, height):
-    """Which cells an agent looks at: [4 G, 49], by position * 4 + direction.
+    """Cells in the agent's view, [4 G, 49], indexed by position * 4 + direction; -1 is outside the
+    grid.
 
-    The view is a 7x7 square in front of the agent, turned so that it always looks up: rows run from
-    far to near, columns from its left to its right. Cells outside the grid are -1.
+    The view is a 7x7 square in front of the agent, rotated so that the agent looks up. Rows run
+    from far to near, columns from the agent's left to its right.
     """
     position_and_direction = np.arange(width * height * 4)[:, None]
     position, direction = position_and_direction // 4, position_and_direction % 4
     row, column = np.arange(VIEW**2) // VIEW, np.arange(VIEW**2) % VIEW
     ahead = VIEW - 1 - row  # cells in front of the agent
-    aside = column - VIEW // 2  # cells to its right
+    aside = column - VIEW // 2  # cells to the agent's right
     forward_x = np.array([1, 0, -1, 0])[direction]
     forward_y = np.array([0, 1, 0, -1])[direction]
-    # y points down: a quarter turn to the right takes the direction (x, y) to (-y, x).
+    # y points down: a turn to the right maps the direction (x, y) to (-y, x).
     x = position % width + ahead * forward_x - aside * forward_y
     y = position // width + ahead * forward_y + aside * forward_x
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
@@ -386,31 +366,30 @@ def view_table(width, height):
 
 
 def spread_light(clear, lit):
-    """How light spreads along one row of the view and into the row ahead of it.
+    """Propagates light along one row of the view and to the row ahead.
 
-    Rows are the bits of an integer, bit i for column i (printed, column 0 comes last). `clear` are
-    the cells that let light pass, `lit` those that the row behind has lit. Returns (cells of this
-    row that are seen, cells of the row ahead that are lit).
+    Rows are 7-bit integers. Bit i is column i, so column 0 is printed last. `clear` marks the
+    transparent cells, `lit` the cells lit by the row behind. Returns (visible cells of this row,
+    lit cells of the row ahead).
 
-    This is Farama's `Grid.process_vis` without its loop over columns. Light sweeps from left to
-    right and then back; in each sweep, a lit clear cell lights the next one in the sweep and the
-    cells ahead of both. The last cell of a sweep passes nothing on.
+    This is Farama's `Grid.process_vis` without a loop over columns. Light sweeps from left to right
+    and then back. In each sweep a lit, clear cell lights the next cell of the sweep and the cells
+    ahead of both. The last cell of a sweep lights no others.
 
-    The agent's own row with walls in columns 1 and 5: light enters at column 3, reaches the walls
-    and stops there. Each of the clear columns 2 to 4 has lit the cells ahead of it and of its
-    neighbours, so ahead columns 1 to 5 are lit:
+    With walls in columns 1 and 5, light from column 3 stops at the walls. Columns 2 to 4 light the
+    cells ahead of them and of their neighbors, columns 1 to 5:
 
     >>> seen, ahead = spread_light(clear=0b1011101, lit=0b0001000)
     >>> f"{seen:07b} {ahead:07b}"
     '0111110 0111110'
     """
     all_cells = 0b1111111
-    # From left to right: adding makes a carry run through clear cells and stop behind them.
+    # From left to right: the carry of the addition runs through clear cells up to the next wall.
     reached = clear ^ (clear + (lit & clear))
     lit = (lit | reached) & all_cells
     passes_right = lit & clear & 0b0111111
-    # And back, over 1, 2 and 4 cells: the seven of a row.
-    clear_two = clear & clear << 1  # clear, as is the next one to the left
+    # From right to left in steps of 1, 2 and 4 cells, which cover a row of 7.
+    clear_two = clear & clear << 1  # clear, and so is the cell to the left
     clear_four = clear_two & clear_two << 2
     lit |= (lit & clear) >> 1
     lit |= (lit & clear_two) >> 2
@@ -431,25 +410,22 @@ class GridState(NamedTuple):
     direction: jax.Array  # [] int32: 0 right, 1 down, 2 left, 3 up
     carrying: jax.Array  # [] uint8, a cell; EMPTY for nothing
     step_count: jax.Array  # [] int32
-    marks: jax.Array  # [any] int32, the level's marked cells: see `Level`
-    mission: Any  # [any] int32, indices into WORDS; () where the mission is always the same
+    marks: jax.Array  # [any] int32, marked cells, see `Level`
+    mission: Any  # [any] int32, indices into WORDS; () if it never varies
 
 
 class Level(NamedTuple):
-    """What a generator of levels returns.
-
-    Walls must enclose all that the agent can reach: nothing else keeps it inside the grid.
-    """
+    """Output of a level generator. Walls must enclose all cells that the agent can reach."""
 
     grid: jax.Array  # [G] uint8
     position: jax.Array  # the agent's cell
-    direction: jax.Array  # where it looks
-    marks: tuple = ()  # cells that the end rule asks for; with obstacles theirs and no others
-    mission: tuple = ()  # indices into WORDS, of what `MiniGrid.sentence` leaves open
+    direction: jax.Array  # 0 right, 1 down, 2 left, 3 up
+    marks: tuple = ()  # cells that the end rule uses, or those of the obstacles
+    mission: tuple = ()  # indices into WORDS, to fill `MiniGrid.sentence`
 
 
 class Uniforms:
-    """Hands out the random numbers of a level, each of them once and in order.
+    """Returns the random numbers of a level in order, each of them once.
 
     >>> draw = Uniforms(np.array([0.1, 0.2, 0.3, 0.4]))
     >>> float(draw()), draw(3).tolist(), draw.count
@@ -458,10 +434,10 @@ class Uniforms:
 
     def __init__(self, numbers):
         self.numbers = numbers
-        self.count = 0  # how many it has handed out
+        self.count = 0  # numbers returned so far
 
     def __call__(self, *shape):
-        """The next numbers, an array of this shape; ValueError where there are too few."""
+        """The next numbers, an array of this shape; raises ValueError if there are too few."""
         first = self.count
         self.count += math.prod(shape)
         if self.count > len(self.numbers):
@@ -471,57 +447,54 @@ class Uniforms:
 
 @dataclasses.dataclass(frozen=True)
 class MiniGrid:
-    """One of Farama's MiniGrid environments; one copy of it, to be vmapped.
+    """One of Farama's MiniGrid environments; one environment, for `vmap`.
 
     | what        | value                                                                        |
     | ----------- | ---------------------------------------------------------------------------- |
     | state       | `GridState`                                                                  |
     | observation | {"image": uint8 [7, 7, 3], "direction": 0 to 3}; see `observe`               |
-    |             | Fetch, GoToDoor, GoToObject, PutNear: "mission" too, int32 [1 to 4]          |
+    |             | Fetch, GoToDoor, GoToObject, PutNear: also "mission", int32 [1 to 4]         |
     | action      | 0 left, 1 right, 2 forward, 3 pick up, 4 drop, 5 toggle, 6 done              |
     | reward      | 1 - 0.9 * step_count / max_episode_steps on success, else 0                  |
-    | terminated  | goal or lava entered, or what the family's `end_rule` says                   |
+    | terminated  | at a goal, in lava, or by the `end_rule` of the family                       |
     | truncated   | by the caller, after `max_episode_steps`                                     |
-    | start       | a level drawn by the family's `level`                                        |
+    | start       | a level sampled by the family's `level`                                      |
 
-    Dynamic-Obstacles has the actions 0 to 2 only; to walk into anything but the goal, a thing or an
-    open door too, is a collision there and ends the episode with reward -1. Playground has no goal.
+    Dynamic-Obstacles has the actions 0 to 2. Walking into anything except the goal is a collision,
+    which terminates the episode with reward -1. Playground has no goal.
 
-    A mission is the sentence that says what to do. Where levels of one id differ in it, the state
-    holds the words that differ as numbers. Four families cannot be played without knowing them, and
-    observe the numbers. In LockedRoom, KeyCorridor and UnlockPickup the level itself shows what to
-    do.
+    The mission is a sentence that states the task. Four families cannot be solved without it: their
+    agents observe the words that vary, as numbers. In LockedRoom, KeyCorridor and UnlockPickup the
+    level itself shows the task.
 
-    The agent does not see the state. It sees the cells in front of it, in its own frame of
-    reference and only as far as walls and closed doors let it: where it is, what is behind it and
-    what it saw before are for its memory. That makes MiniGrid a partially observed problem.
+    MiniGrid is partially observable. The agent sees the cells in front of it, up to walls and
+    closed doors, and must remember the rest.
 
-    A new level is a function like `lava_gap_level` and a row in `TABLE`; both stand in the section
-    Catalogue. Width, height and time limit are the same in all levels of an id; a smaller room
-    stands in a corner of the grid, as in `go_to_door_level`.
+    A new level is a function like `lava_gap_level` and a row in `TABLE`, see the section Catalogue.
+    Width, height and time limit are the same in all levels of an id. A smaller room occupies a
+    corner of the grid, as in `go_to_door_level`.
 
-    Evaluation counts an episode as a success if its return is positive. A reward of your own for
-    the way there would spoil that number: add it to the rewards of the trajectory in `update`, for
-    the learner only, as benchmarks/minigrid_count_bonus.py does.
+    Evaluation counts an episode as a success if its return is positive. A shaping reward would
+    distort this rate here: add it in `update`, as benchmarks/minigrid_count_bonus.py does.
     """
 
     env_id: str
     width: int
     height: int
     max_episode_steps: int
-    level: Callable  # (env, draw), a `Uniforms` -> Level
+    level: Callable  # (env, draw: `Uniforms`) -> `Level`
     end_rule: Callable | None = None  # (env, before, action, after) -> (success [], failure [])
-    sentence: str = "get to the green goal square"  # the mission, with {} for each word of a level
+    sentence: str = "get to the green goal square"  # the mission, with {} for each word that varies
     observes_mission: bool = False
     see_through_walls: bool = False
     num_obstacles: int = 0
     num_actions: int = 7
     code_sizes: tuple = CODE_SIZES
-    can_pick_up: bool = True  # in Memory, picking up counts as toggling
-    pixels: bool = False  # observe pictures instead of codes
+    can_pick_up: bool = True  # False: picking up counts as toggling, as in Memory
+    pixels: bool = False  # observe pixels instead of codes
 
     def reset(self, key):
-        """A start state, drawn with a PRNG key from Farama's distribution of levels."""
+        """Samples an initial state from Farama's distribution of levels."""
         numbers = jax.random.uniform(key, (num_uniforms(self),), jnp.float32)
         level = self.level(self, Uniforms(numbers))
         return GridState(
@@ -545,12 +518,12 @@ class MiniGrid:
         return state.position + at(ahead, state.direction)
 
     def transition(self, state, action, marks):
-        """`step` without its randomness; `marks` are the cells to which the obstacles move."""
-        action = jnp.asarray(action)  # by hand it may be a Python number
+        """`step` without randomness. The obstacles move to the cells `marks`."""
+        action = jnp.asarray(action)  # it may be a Python number
         front = self.front(state)
         grid = state.grid
         if self.num_obstacles:
-            # Other actions turn left, as in Farama's.
+            # Other actions turn left, as in Farama's MiniGrid.
             action = jnp.where(action < self.num_actions, action, LEFT)
             grid = put(grid, state.marks, EMPTY)
             grid = put(grid, marks, BLUE_BALL)
@@ -568,14 +541,14 @@ class MiniGrid:
         opens = (kind == DOOR_CLOSED) | ((kind == DOOR_LOCKED) & has_key)
         toggled = jnp.where(opens, DOOR_OPEN + colour, cell)
         toggled = jnp.where(kind == DOOR_OPEN, DOOR_CLOSED + colour, toggled)
-        toggled = jnp.where(kind == BOX, EMPTY, toggled)  # there is nothing in these boxes
+        toggled = jnp.where(kind == BOX, EMPTY, toggled)  # these boxes are empty
         toggled = jnp.where(kind == KEY_BOX, KEY + colour, toggled)
 
         # --- The state after it ---
         new_cell = jnp.where(drops, state.carrying, cell)
         new_cell = jnp.where(takes, EMPTY, new_cell)
         new_cell = jnp.where(action == TOGGLE, toggled, new_cell)
-        grid = put(grid, front, new_cell)  # an effect elsewhere, on a lever's door say, comes next
+        grid = put(grid, front, new_cell)  # effects on other cells would follow here
         carrying = jnp.where(drops, jnp.uint8(EMPTY), state.carrying)
         carrying = jnp.where(takes, cell, carrying)
         turn = (action == RIGHT).astype(jnp.int32) - (action == LEFT)
@@ -589,7 +562,7 @@ class MiniGrid:
             mission=state.mission,
         )
 
-        # --- Is it the end, and which? ---
+        # --- Has the episode ended? ---
         success = (action == FORWARD) & (kind == GOAL)
         failure = (action == FORWARD) & (kind == LAVA)
         if self.end_rule is not None:
@@ -598,7 +571,7 @@ class MiniGrid:
             failure = failure | lost
         reward = jnp.where(success, 1 - 0.9 * (after.step_count / self.max_episode_steps), 0.0)
         if self.num_obstacles:
-            # Judged by what stood in front before the obstacles moved; walls count too.
+            # Depends on the cell in front before the obstacles move; walls count.
             cell_before = at(state.grid, front)
             is_blocked = (cell_before != EMPTY) & (kind_of(cell_before) != GOAL)
             crash = (action == FORWARD) & is_blocked
@@ -607,19 +580,20 @@ class MiniGrid:
         return after, reward.astype(jnp.float32), success | failure
 
     def move_obstacles(self, key, state):
-        """The cells [num_obstacles] to which the obstacles move, one after the other.
+        """Moves the obstacles one after another; returns their cells [num_obstacles].
 
-        Each moves to one of the free cells around it, and stays if there is none. Farama tries 101
-        random cells; that all miss the only free one (probability below 1e-5) is ignored.
+        Each obstacle moves to a random free cell around it, or stays if there is none. Farama tries
+        101 random cells. The probability that all miss the only free cell is below 1e-5 and is
+        ignored here.
         """
         around = [y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)]
         around = np.array(around, np.int32)
         uniforms = jax.random.uniform(key, (self.num_obstacles,))
-        grid = put(state.grid, state.position, GREY_WALL)  # nothing moves to where the agent is
+        grid = put(state.grid, state.position, GREY_WALL)  # the agent's cell is not free
         moved = []
         for old, uniform in zip(state.marks, uniforms, strict=True):
             free = at(grid, old + around) == EMPTY
-            chosen = jnp.minimum(pick(uniform, free), len(around) - 1)  # of none there is none
+            chosen = jnp.minimum(pick(uniform, free), len(around) - 1)  # `pick` returns 9 if none is free
             new = old + at(around, chosen)
             new = jnp.where(free.any(), new, old)
             grid = put(grid, old, EMPTY)
@@ -628,15 +602,14 @@ class MiniGrid:
         return jnp.stack(moved)
 
     def view(self, state):
-        """The cells [7, 7] (row, column) of the agent's view, UNSEEN where something hides them.
+        """The cells [7, 7] (row, column) of the agent's view; UNSEEN if hidden.
 
-        Rows run from far to near, columns from the agent's left to its right; it stands in the
-        middle of the last row, where the view shows what it carries. Cells outside the grid look
-        like walls.
+        Rows run from far to near, columns from the agent's left to its right. The agent stands in
+        the middle of the last row. Its cell shows the object that it carries. Cells outside the
+        grid look like walls.
 
-        A level of DoorKey (# wall, X locked door, K key, G goal) and what the agent sees of it (?
-        is hidden). It is in the top left corner and looks down; the view is turned so that it looks
-        up. What is on the right in the first picture, the door, is on its left.
+        A level of DoorKey (# wall, X locked door, K key, G goal) and the agent's view (? hidden):
+        the agent is in the top left corner of the grid and looks down, so the door is on its left.
 
         >>> env = find_env("DoorKey-5x5")
         >>> state = env.reset(jax.random.key(2))
@@ -658,26 +631,26 @@ class MiniGrid:
         ??X.#??
         ??#.#??
         """
-        # Cell 0 stands for those outside the grid: it is a wall wherever these can be seen. (In
-        # MultiRoom it is not, but nobody sees beyond the walls of the rooms.)
+        # Cell 0 represents the cells outside the grid: it is a wall wherever they are visible. (In
+        # MultiRoom it is not, but cells outside the rooms are hidden.)
         shown = np.maximum(view_table(self.width, self.height), 0)
         cells = at(state.grid, at(shown, state.position * 4 + state.direction))  # [49]
         cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)
         if self.see_through_walls:
             return cells.reshape(VIEW, VIEW)
         if VIEW != 7:
-            raise ValueError("what light reaches is written for views of 7x7 cells")
+            raise ValueError("levels that hide cells behind walls need a view of 7x7 cells")
 
-        # A row is 7 bits of an integer, see `spread_light`; four rows fit into the first integer,
-        # three into the second. As arrays of rows, XLA on a CPU would work them out again for every
-        # cell that reads them.
+        # A row is 7 bits of an integer, see `spread_light`: four rows in the first integer, three
+        # in the second. With arrays of rows, XLA would recompute them on a CPU for every cell that
+        # reads them.
         rows_per_word = 4
         bits_per_word = rows_per_word * VIEW
-        bit = np.arange(VIEW**2) % bits_per_word  # of each cell, in its word
+        bit = np.arange(VIEW**2) % bits_per_word  # of each cell in its integer
         clear_bits = are(cells, "is_clear").astype(jnp.int32) << bit
         clear_words = [clear_bits[:bits_per_word].sum(), clear_bits[bits_per_word:].sum()]
         seen_words = [0, 0]
-        lit = 1 << VIEW // 2  # light starts where the agent stands
+        lit = 1 << VIEW // 2  # light starts at the agent
         for row in reversed(range(VIEW)):  # from near to far
             word, shift = row // rows_per_word, row % rows_per_word * VIEW
             clear = (clear_words[word] >> shift) & 0b1111111
@@ -688,11 +661,11 @@ class MiniGrid:
         return jnp.where(is_seen, cells, UNSEEN).reshape(VIEW, VIEW)
 
     def observe(self, state):
-        """What the agent sees of a state: {"image": uint8, "direction": [] int32}.
+        """The observation of a state: {"image": uint8, "direction": [] int32}.
 
-        The image is Farama's [7, 7, 3], axes (column, row, code) with the codes (object, colour,
-        state), or with `pixels` a picture [56, 56, 3] of the view (`RGBImgPartialObsWrapper`). With
-        `observes_mission` there is the "mission" too, int32 [any], indices into WORDS.
+        The image is Farama's [7, 7, 3] with axes (column, row, code) and the codes (object, color,
+        door state). With `pixels` it is the rendered view [56, 56, 3] (`RGBImgPartialObsWrapper`).
+        With `observes_mission` there is also "mission", int32 [any], indices into WORDS.
         """
         view = self.view(state)
         image = draw_view(view) if self.pixels else unpack(view.T)
@@ -702,7 +675,7 @@ class MiniGrid:
         return obs
 
     def mission(self, state):
-        """What to do in the level of a state: Farama's sentence, made on the host.
+        """Farama's mission for the level of a state, formatted on the host.
 
         >>> env = find_env("PutNear-6x6-N2")
         >>> env.mission(env.reset(jax.random.key(0)))
@@ -711,7 +684,7 @@ class MiniGrid:
         return self.sentence.format(*(WORDS[number] for number in np.asarray(state.mission, int)))
 
     def render(self, state, tile_size=None):
-        """Draws a state on the host, what the agent sees brighter; uint8 [rows, columns, 3]."""
+        """Renders a state on the host, visible cells brighter; uint8 [rows, columns, 3]."""
         tile_size = tile_size or 320 // self.width
         position, direction = int(state.position), int(state.direction)
         shown = view_table(self.width, self.height)[position * 4 + direction]
@@ -727,7 +700,7 @@ class MiniGrid:
 
 @functools.cache
 def num_uniforms(env):
-    """How many random numbers a level of a `MiniGrid` takes, found out by tracing one."""
+    """Number of random numbers that a level of a `MiniGrid` uses, found by tracing one."""
 
     def used(numbers):
         draw = Uniforms(numbers)
@@ -740,34 +713,31 @@ def num_uniforms(env):
 class TrialState(NamedTuple):
     """State of a trial."""
 
-    env_state: Any  # of the running episode
-    start_state: Any  # in which each of its episodes begins
-    step_count: jax.Array  # [] int32, steps of the running episode
+    env_state: Any  # of the current episode
+    start_state: Any  # initial state of every episode
+    step_count: jax.Array  # [] int32, steps of the current episode
     returns: jax.Array  # [C], of each episode so far
-    episode: jax.Array  # [] int32, its episodes that are over
+    episode: jax.Array  # [] int32, number of finished episodes
     restarted: jax.Array  # [] bool, whether the last step ended an episode
-    info: dict  # {name: []}, what the environment says of the state that the last step made
+    info: dict  # {name: []}, `metrics` after the last step, before any restart
 
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """An environment whose episodes are trials: C episodes of another one in a row on one level.
+    """An environment whose episodes are trials: C consecutive episodes on the same level.
 
-    An agent that remembers the first one need not explore again. How to explore, what to remember
-    and what to make of it nobody tells it: the weights learn that over many trials, and within a
-    trial, where they stay as they are, the hidden state does the learning. This is
-    meta-reinforcement learning as in RL^2 (arXiv:1611.02779), which needs no other algorithm than
-    PPO: to the agent a trial is what an episode is otherwise. So the hidden state, the sum of TD
-    errors and the return run on through it. A first episode that is lost to look around pays if it
-    makes later ones better.
+    This is meta-reinforcement learning as in RL^2 (arXiv:1611.02779). Across trials, PPO trains the
+    weights. Within a trial the weights are fixed, and the hidden state learns the level. The hidden
+    state, the return and the sum of TD errors continue through the trial. So exploration in the
+    first episode pays if it improves later ones.
 
-    An episode that succeeds, fails or reaches its time limit is followed by the same start state.
-    Observations tell that as "restarted", previous reward and action what it was. The trial
-    terminates with its last episode, whatever ended that.
+    All episodes of a trial have the same initial state. The observation "restarted" marks a new
+    episode; previous reward and action show how the last one ended. The trial terminates with its
+    last episode, even if that one reached the time limit.
 
-    Discounting runs on too: with C episodes of about n steps, gamma should be well above
-    1 - 1 / (C n). And gradients go back through one rollout only: what is to be remembered should
-    pay within `num_steps` steps.
+    Discounting also continues: with C episodes of about n steps, gamma should be well above 1 - 1 /
+    (C n). Gradients pass through one rollout only, so remembering should pay within `num_steps`
+    steps.
     """
 
     env: Any
@@ -778,15 +748,15 @@ class Trials:
 
     @property
     def max_episode_steps(self):
-        """Steps of a whole trial, at most."""
+        """Maximum number of steps of a trial."""
         return self.num_episodes * self.env.max_episode_steps
 
     def reset(self, key):
-        """The first state of a trial on a new level."""
+        """Samples a level; returns the initial state of a trial."""
         start_state = self.env.reset(key)
         return TrialState(
             env_state=start_state,
-            start_state=jax.tree.map(jnp.copy, start_state),  # no array can be donated twice
+            start_state=jax.tree.map(jnp.copy, start_state),  # a copy, for donation
             step_count=jnp.int32(0),
             returns=jnp.zeros(self.num_episodes, jnp.float32),
             episode=jnp.int32(0),
@@ -813,29 +783,29 @@ class Trials:
         return after, reward, episode >= self.num_episodes
 
     def observe(self, state):
-        """What the agent sees of a state, and whether the last step ended an episode."""
+        """The environment's observation and "restarted": whether the last step ended an episode."""
         return {**self.env.observe(state.env_state), "restarted": state.restarted}
 
     def env_info(self, env_state):
-        """What the environment says of a state of its own, {} where it has no `metrics`."""
+        """The environment's `metrics` of a state; {} if it has none."""
         return self.env.metrics(env_state) if hasattr(self.env, "metrics") else {}
 
     def metrics(self, state):
-        """What the environment says of the state that the last step made, before any restart."""
+        """The environment's `metrics` after the last step, before any restart."""
         return state.info
 
     @property
     def render(self):
-        """Draws a state on the host; there is none where the environment has none."""
+        """The environment's `render`, for a `TrialState`; AttributeError if it has none."""
         render = self.env.render
         return lambda state: render(state.env_state)
 
 
 def full_id(text):
-    """The whole id of a MiniGrid, of which "MiniGrid-" and the version may be left out.
+    """The full id of an environment, of which "MiniGrid-" and the version may be omitted.
 
-    Without a version it is Farama's newest one. Where Farama has one version only, -v1 means that
-    one: who asks for the newest gets it. Ids of other packages stay as they are.
+    Without a version, the id is the newest one. If Farama has only -v0, -v1 also refers to it.
+    Other ids are returned unchanged.
     """
     name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
     for known in (name, f"{name}-v1", f"{name}-v0", name.removesuffix("-v1") + "-v0"):
@@ -845,24 +815,23 @@ def full_id(text):
 
 
 def find_env(env_id):
-    """The `MiniGrid` of an id; `UserError` with the nearest ids where there is none."""
+    """The `MiniGrid` of an id; raises `UserError` with similar ids if there is none."""
     if full_id(env_id) in ENVIRONMENTS:
         return ENVIRONMENTS[full_id(env_id)]
     near = difflib.get_close_matches(f"MiniGrid-{env_id}", ENVIRONMENTS, n=3, cutoff=0)
-    raise UserError(f"--env-id {env_id} is not in --list-envs; near it: {', '.join(near)}")
+    raise UserError(f"unknown --env-id {env_id}, see --list-envs; similar: {', '.join(near)}")
 
 
 def make_env(args):
-    """The environment of the flags; nothing else chooses one. `UserError` for an unknown id.
+    """The environment of the flags. Raises `UserError` for an unknown id.
 
-    An environment of your own needs: `reset`, `step`, `observe`, `num_actions`,
-    `max_episode_steps` and, for videos, `render(state)` -> uint8 [rows, columns, 3]. States and
-    observations may be any trees of arrays (observations of `Trials` are dicts): what the agent
-    makes of the latter is written in `encode`. `terminated` is a bool. Neither time limit nor reset
-    belong inside: `rollout` takes care of both. If a reset takes long on an accelerator, give it
-    `starts_per_update`, see `rollout`. What a method `metrics(state)` -> {name: []} says of the
-    state after each step is logged as env/<name>. eval_success_rate is the share of episodes with a
-    positive return. README has an example.
+    Your own environment needs `reset`, `step`, `observe`, `num_actions` and `max_episode_steps`,
+    and a function `encode` for its observations. States and observations are pytrees of arrays (for
+    `Trials` observations are dicts); `terminated` is a bool. `rollout` applies the time limit and
+    resets the environment. Optional: `render(state)` -> uint8 [rows, columns, 3] for videos;
+    `metrics(state)` -> {name: []}, logged after each step as env/<name>; `starts_per_update` for
+    slow resets, see `rollout`. eval_success_rate is the fraction of episodes with a positive
+    return.
     """
     env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
     return Trials(env, args.episodes_per_trial) if args.episodes_per_trial > 1 else env
@@ -908,34 +877,28 @@ class Categorical(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the agent takes in during T steps of M environments."""
+    """Inputs of the agent in T steps of M environments."""
 
-    # Whatever `encode` takes; of MiniGrid {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]),
-    # "direction": [T, M]}, and of some of its environments {"mission": [T, M, any]}, indices into
-    # WORDS; of `Trials` {"restarted": [T, M]}
+    # Input of `encode`. In MiniGrid {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]),
+    # "direction": [T, M]}, for some ids "mission": [T, M, any], with `Trials` "restarted": [T, M].
     obs: Any
-    prev_action: jax.Array  # [T, M], the action before
-    prev_reward: jax.Array  # [T, M], and its reward
-    start: jax.Array  # [T, M], whether the agent begins here, with no memory of anything before
+    prev_action: jax.Array  # [T, M]
+    prev_reward: jax.Array  # [T, M]
+    start: jax.Array  # [T, M], whether the agent starts here without any memory
 
 
 CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
 PIXEL_LAYERS = [(16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)]
-MISSION_FEATURES = 32  # size of a mission's embedding, the sum of those of its words
-GRU_GAIN = 4.0  # views differ in few of their cells: large weights let that matter from the start
+MISSION_FEATURES = 32  # size of a mission's embedding, the sum over its words
+GRU_GAIN = 4.0  # views differ in few cells: large weights make this matter from the start
 
 
 def orthogonal(gain):
-    """An initializer of orthogonal weights, for flax.
-
-    A square orthogonal matrix keeps the lengths of the vectors that pass through it, so that
-    signals and gradients neither vanish nor explode with depth. The gain sqrt(2) makes up for relu,
-    which halves a signal's power. The actor's 0.01 gives nearly the same policy in all states.
-    """
+    """A flax initializer of orthogonal weights; `init_mlp` of CartPole's script explains gains."""
 
     def draw(key, shape, dtype=jnp.float32):
         initializer = functools.partial(nn.initializers.orthogonal(gain), shape=shape, dtype=dtype)
-        # One after the other under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        # Sequential under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
         return jax.custom_batching.sequential_vmap(initializer)(key)
 
     return draw
@@ -955,16 +918,17 @@ class Dense(nn.Module):
     def __call__(self, x):
         w = self.param("w", orthogonal(self.gain), (self.features, len(x)))
         b = self.param("b", self.bias_init, (self.features, 1), jnp.float32)
-        # All axes after the first as one: with more, XLA on a CPU transposes x before the product.
+        # Merges the batch axes: with several, XLA transposes x before the product on a CPU.
         flat = x.astype(jnp.float32).reshape(len(x), -1)
         return (w @ flat + b).reshape(-1, *x.shape[1:])
 
 
 def patches(x, size, stride):
-    """[F, Y, X, ...] -> [size * size * F, Y', X', ...]: a convolution is one product with these.
+    """Patches [F, Y, X, ...] -> [size * size * F, Y', X', ...], for convolutions as matrix
+    products.
 
-    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; that of slices and a
-    product is twenty times faster. With the batch last, each slice copies long contiguous runs.
+    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; this one is twenty
+    times faster. With the batch last, each slice copies long contiguous runs.
     """
     num_rows = (x.shape[1] - size) // stride + 1
     num_columns = (x.shape[2] - size) // stride + 1
@@ -978,10 +942,10 @@ def patches(x, size, stride):
 
 
 def one_hot_codes(x, sizes):
-    """Codes, or patches of 2x2 -> [F, ...] bool: each one-hot; how many values it has is in sizes.
+    """One-hot encoding [F, ...] bool of codes, or of patches of codes.
 
-    With `CODE_SIZES`, patches [4 * 3, ...] -> [4 * (11 + 6 + 3), ...]. A code is a name, not a
-    quantity: 6 (a ball) is not twice 3 (floor).
+    `sizes` are the numbers of values. With `CODE_SIZES`, patches [4 * 3, ...] give [4 * (11 + 6 +
+    3), ...]. Codes are categories: 6 (a ball) is not twice 3 (floor).
     """
     rest = x.shape[1:]
     one_hot = []
@@ -995,7 +959,7 @@ def one_hot_codes(x, sizes):
 class Encoder(nn.Module):
     """Three convolutions over the codes of a view, or four over its pixels.
 
-    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. Smaller views have fewer convolutions.
+    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. A smaller view has fewer convolutions.
     """
 
     pixels: bool
@@ -1018,23 +982,20 @@ class Encoder(nn.Module):
 class GRU(nn.Module):
     """Gated recurrent unit, arXiv:1406.1078, with the reset gate of PyTorch and cuDNN.
 
-    Each of the H hidden units decides at every step how much of what it holds it keeps. With input
-    x, hidden state h, weights W and U, biases b and c and sigmoid values between 0 and 1,
+    With input x, hidden state h, weights W and U, and biases b and c:
 
-        reset = sigmoid(W_r x + b_r + U_r h)           how much of h the new content may use
-        keep  = sigmoid(W_k x + b_k + U_k h)           how much of h stays ("update gate")
+        reset = sigmoid(W_r x + b_r + U_r h)           fraction of h that the new content uses
+        keep  = sigmoid(W_k x + b_k + U_k h)           fraction of h that stays ("update gate")
         new   = tanh(W_n x + b_n + reset * (U_n h + c))
         h     = (1 - keep) * new + keep * h
 
-    Where keep is 1 a unit carries its content, and backwards in time its gradient, unchanged. That
-    is what lets it remember. With a constant keep = s / (1 + s) it forgets in about s steps, so
-    b_k = log(s) with s drawn from 1 to `max_span` starts units with spans of all lengths
-    (arXiv:1804.11188).
+    At keep = 1 a unit passes on its content, and backwards in time its gradient, unchanged. With a
+    constant keep = s / (1 + s) it forgets in about s steps. The initial bias b_k = log(s), with s
+    uniform in [1, max_span], gives the units different time spans (arXiv:1804.11188).
 
-    Backpropagation through time: h after step t depends on the weights through every step up to t,
-    so the gradient of the loss at step t runs back through all of them. It is cut in two places: at
-    the first step, whose hidden state comes from the rollout before and is a constant here; and
-    where an episode starts, since zeros have replaced the hidden state.
+    The gradient of the loss at step t passes back through all earlier steps (backpropagation
+    through time). It stops at the first step of the rollout, whose hidden state is a constant, and
+    at the start of an episode, where zeros replace the hidden state.
     """
 
     size: int
@@ -1042,14 +1003,14 @@ class GRU(nn.Module):
 
     @nn.compact
     def __call__(self, x, h, start):
-        """x [F, M, T], h [H, M] before the first step, start [T, M] -> h after each, [H, M, T]."""
+        """Hidden states [H, M, T] after steps x [F, M, T] from h [H, M]; start is [T, M]."""
 
         def spans_init(key, shape, dtype):
             spans = jax.random.uniform(key, (self.size, 1), dtype, 1.0, self.max_span)
             bias = jnp.zeros(shape, dtype)
             return bias.at[self.size : 2 * self.size].set(jnp.log(spans))
 
-        # The inputs' share of all steps is one product; only the rest must go step by step.
+        # One product for the inputs of all steps; only the recurrent part is sequential.
         from_x = Dense(3 * self.size, GRU_GAIN, spans_init, name="input")(x)
         from_x = from_x.transpose(2, 0, 1)  # [T, 3 H, M]
         square = (self.size, self.size)
@@ -1075,14 +1036,13 @@ class GRU(nn.Module):
 
 
 def encode(args, env, obs):
-    """Features [F, M, T] of observations of [T, M]: all that the agent makes of them.
+    """Features [F, M, T] of the observations in `Inputs`, [T, M, ...].
 
-    For other observations write it anew; it may use flax's layers, as `ActorCritic` calls it. The
-    environments stand before the steps: as the major part of one long axis they can stay spread
-    over devices.
+    Rewrite it for other observations. It may contain flax layers, because `ActorCritic` calls it.
+    Environments precede steps, so that their merged axis can be sharded over devices.
     """
     if not hasattr(env, "code_sizes"):
-        raise TypeError("observations that are not MiniGrid's need your own encode")
+        raise TypeError("observations of other environments need another `encode`")
     encoder = Encoder(args.img_obs, env.code_sizes, name="encoder")
     features = [encoder(obs["image"]), jax.nn.one_hot(obs["direction"].T, 4, axis=0)]
     if args.episodes_per_trial > 1:
@@ -1090,29 +1050,28 @@ def encode(args, env, obs):
     if env.observes_mission:
         words = jax.nn.one_hot(obs["mission"], len(WORDS))  # [T, M, places, len(WORDS)]
         words = words.transpose(2, 3, 1, 0)
-        # Each word at each place of the sentence has an embedding of its own.
+        # Each word has a separate embedding for each place of the sentence.
         words = words.reshape(-1, *words.shape[2:])
         features.append(Dense(MISSION_FEATURES, 1.0, name="mission")(words))
     return jnp.concatenate(features)
 
 
 class ActorCritic(nn.Module):
-    """`encode`, stacked GRUs whose outputs are summed, actor and critic heads."""
+    """`encode`, stacked GRUs with summed outputs, and heads for actor and critic."""
 
     args: Args
     env: Any
 
     @nn.compact
     def __call__(self, inputs, rnn_state):
-        """`Inputs` of [T, M], rnn_state [M, L, H] before them.
-
-        Returns logits [T, M, A], values [T, M] and the recurrent states [T, M, L, H] after each
+        """Returns logits [T, M, A], values [T, M] and recurrent states [T, M, L, H] after each
         step.
+
+        `inputs` are `Inputs` of [T, M]; `rnn_state` [M, L, H] is the state before the first step.
         """
         args, num_actions = self.args, self.env.num_actions
 
-        # --- What the agent takes in at each step: [F, M, T] ---
-        # Without memory there is no action before, which is a code of its own, and no reward.
+        # --- Inputs of each step: [F, M, T] ---
         prev_action = jnp.where(inputs.start, num_actions, inputs.prev_action)
         prev_action = jax.nn.one_hot(prev_action.T, num_actions + 1, axis=0)
         prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
@@ -1133,26 +1092,22 @@ class ActorCritic(nn.Module):
         actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
         critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
         logits = Dense(num_actions, 0.01, name="actor")(actor)
-        # Small too: where rewards are rare, the first errors of the critic are all that the actor
-        # learns from.
+        # A small gain: with rare rewards the actor first learns from nothing but the critic's
+        # errors.
         value = Dense(1, 0.01, name="critic")(critic)
         return logits.transpose(2, 1, 0), value[0].T, rnn_states
 
 
 def init_rnn_state(args, num_envs):
-    """The recurrent state [N, L, H] before the first step; an LSTM's would be a pair of these."""
+    """The initial recurrent state [N, L, H]; an LSTM would need a pair of these."""
     return jnp.zeros((num_envs, args.rnn_num_layers, args.rnn_hidden_dim), jnp.float32)
 
 
 def init_agent(args, key, env):
-    """Parameters of the agent, a tree of arrays.
+    """Parameters of the agent, flax's nested dict of arrays.
 
-    To replace the agent, write `init_rnn_state`, `init_agent` and `forward`: recurrent states may
-    be any tree of arrays [N, ...], parameters any tree at all.
-
-    All weights begin `orthogonal`, which explains the gains but `GRU_GAIN`. In `GRU` it keeps
-    signals from vanishing or exploding with time; with tanh the gain sqrt(2) is a convention that
-    works.
+    To replace the agent, rewrite `init_rnn_state`, `init_agent` and `forward`. Recurrent states are
+    pytrees of arrays [N, ...]; parameters are any pytree of arrays.
     """
 
     def example_inputs():  # of one step in one environment
@@ -1160,7 +1115,7 @@ def init_agent(args, key, env):
         inputs = make_inputs(env, env_state, init_agent_state(args, 1))
         return jax.tree.map(lambda x: x[None], inputs)
 
-    shapes = jax.eval_shape(example_inputs)  # runs nothing
+    shapes = jax.eval_shape(example_inputs)  # computes shapes only
     inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return ActorCritic(args, env).init(key, inputs, init_rnn_state(args, 1))
 
@@ -1168,22 +1123,18 @@ def init_agent(args, key, env):
 def forward(args, params, inputs, rnn_state):
     """Policy, values [T, M] and recurrent states [T, M, ...] for `Inputs` of [T, M].
 
-    `rnn_state` [M, ...] is the state before the first step; the states returned are those after
-    each one. A rollout calls this with T = 1, step by step; the loss with all T steps at once,
-    which gives the gradient through time and, until the parameters change, the same numbers. The
-    loss begins with the rollout's `rnn_state` in all epochs, although newer parameters would have
-    made another one.
+    `rnn_state` [M, ...] is the state before the first step; the returned states are those after
+    each step. `rollout` calls this with T = 1. The loss calls it with all T steps, which gives the
+    gradient through time. In all epochs the loss starts from the `rnn_state` of the rollout,
+    although newer parameters would give another one.
 
-    Where `inputs.start` is set, an episode starts on a new level: hidden state, previous action and
-    previous reward are those of an episode that is over, and count as nothing. If they were kept,
-    the agent would remember the wrong level, and the empty memory with which an evaluation begins
-    would be one that it has hardly ever learned from.
+    If `inputs.start` is set, hidden state, previous action and previous reward belong to another
+    level and are ignored.
     """
     if inputs.start.ndim != 2:
         raise ValueError(
-            f"forward takes the parameters of one agent (without the axis K of `load_run`) and "
-            f"inputs of T steps in M environments, [T, M, ...], but got starts of shape "
-            f"{inputs.start.shape}"
+            "forward expects parameters of one agent (without the axis K of `load_run`) and inputs "
+            f"[T, M, ...], but inputs.start has the shape {inputs.start.shape}"
         )
     network = ActorCritic(args, make_env(args))
     logits, value, rnn_states = network.apply(params, inputs, rnn_state)
@@ -1191,12 +1142,12 @@ def forward(args, params, inputs, rnn_state):
 
 
 class AgentState(NamedTuple):
-    """What an agent carries from one step to the next in N environments."""
+    """The memory of the agent between two steps of N environments."""
 
-    rnn_state: Any  # tree of [N, ...]
+    rnn_state: Any  # pytree of [N, ...]
     prev_action: jax.Array  # [N]
     prev_reward: jax.Array  # [N]
-    start: jax.Array  # [N], whether it forgets all of this now
+    start: jax.Array  # [N], whether the next step ignores all of this
 
 
 def init_agent_state(args, num_envs):
@@ -1210,10 +1161,9 @@ def init_agent_state(args, num_envs):
 
 
 def agent_state_after(rnn_state, action, reward):
-    """The `AgentState` of [N] after a step, as if it had ended no episode.
+    """The `AgentState` of [N] after a step, as if the episode continued.
 
-    So it is what the value of a truncated episode needs; whoever goes on with a new episode sets
-    `start`.
+    The value of a truncated episode requires it. For a new episode the caller sets `start`.
     """
     return AgentState(
         rnn_state=rnn_state,
@@ -1224,7 +1174,7 @@ def agent_state_after(rnn_state, action, reward):
 
 
 def make_inputs(env, env_state, agent_state):
-    """`Inputs` of a single step, [N], from the states of N environments and of the agent."""
+    """`Inputs` [N] of one step from the states of N environments and of the agent."""
     return Inputs(
         obs=jax.vmap(env.observe)(env_state),
         prev_action=agent_state.prev_action,
@@ -1234,7 +1184,7 @@ def make_inputs(env, env_state, agent_state):
 
 
 def forward_step(args, params, inputs, rnn_state):
-    """`forward` for `Inputs` of a single step, [N]: returns (dist, value, rnn_state) of [N]."""
+    """`forward` for `Inputs` [N] of one step; returns (dist, value, rnn_state) of [N]."""
     sequence = jax.tree.map(lambda x: x[None], inputs)
     outputs = forward(args, params, sequence, rnn_state)
     return jax.tree.map(lambda x: x[0], outputs)
@@ -1246,19 +1196,15 @@ def forward_step(args, params, inputs, rnn_state):
 
 
 def make_optimizer(args):
-    """Scales gradients down to `max_grad_norm`, then Adam, arXiv:1412.6980, without its rate.
-
-    Adam divides a running mean of the gradient by the root of one of its square, so that every
-    parameter moves by about the learning rate, whatever the scale of its gradient.
-    """
+    """Clips the global norm of gradients, then applies Adam without its learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps)
     )
 
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
-    """One step; returns (params, opt_state, norm of the gradients before they were scaled)."""
-    # As one vector all parameters take a step at once: an array each would be as many kernels.
+    """One step; returns (params, opt_state, norm of the gradients before clipping)."""
+    # One vector of all parameters needs fewer kernels than one array per layer.
     grads, unravel = ravel_pytree(grads)
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = unravel(-learning_rate * direction)
@@ -1288,26 +1234,26 @@ class Transition(NamedTuple):
 
     inputs: Inputs  # of [N]
     action: jax.Array  # [N, ...]
-    log_prob: jax.Array  # [N], of the actions
+    log_prob: jax.Array  # [N]
     value: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # An episode that terminated has no future. One that the time limit truncated would have gone
-    # on, and the observation does not show the limit: its future must be estimated, not set to 0.
+    # A terminated episode has no future reward. A truncated one does, so its last observation is
+    # evaluated by the critic.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
-    info: dict  # {name: [N]}, what the environment says of itself: `env_metrics`
+    info: dict  # {name: [N]}, the environment's `metrics`
 
 
 class Batch(NamedTuple):
-    """What the loss may read: T steps of N environments, or of the M of a minibatch."""
+    """Inputs of the loss: T steps of N environments, or of the M of a minibatch."""
 
     inputs: Inputs  # of [T, N]
-    rnn_state: Any  # [1, N, ...], before the first step; N is the second axis of every array
+    rnn_state: Any  # [1, N, ...], before the first step; all arrays have N second
     action: jax.Array  # [T, N, ...]
-    log_prob: jax.Array  # [T, N], the old policy's
-    value: jax.Array  # [T, N], the old critic's
+    log_prob: jax.Array  # [T, N], of the old policy
+    value: jax.Array  # [T, N], of the old critic
     advantage: jax.Array  # [T, N]
-    target: jax.Array  # [T, N], what the critic should have said
+    target: jax.Array  # [T, N], for the critic
 
 
 def init_episode_stats(num_envs):
@@ -1339,15 +1285,15 @@ def select(mask, yes, no):
 
 
 def level_keys(key, envs):
-    """Keys of the next levels of the environments numbered `envs`, each from its number alone."""
+    """PRNG keys for new levels of the environments `envs`; each depends only on its index."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, envs)
 
 
 def reset_ended(env, key, done, env_state):
-    """States [N], those that are `done` replaced by the levels of their `level_keys`.
+    """Replaces the states [N] of environments that are `done` by levels of their `level_keys`.
 
-    Most steps end few episodes, and a level takes longer to make than a step. So levels are made
-    for a small number of environments at a time, until all that are done have one.
+    A level takes longer than a step, and few episodes end in one step. So each iteration generates
+    a small number of levels, until all environments that are done have one.
     """
     num_envs = done.size
     num_levels = max(1, num_envs // 64)
@@ -1358,7 +1304,7 @@ def reset_ended(env, key, done, env_state):
 
     def replace_some(carry):
         done, env_state = carry
-        # The first environments that are done; where there are fewer, N, which is dropped.
+        # The first environments that are done, padded with N, which is dropped.
         rank = jnp.cumsum(done)
         place = jnp.where(done, rank - 1, num_levels)
         index = jnp.full(num_levels, num_envs).at[place].set(jnp.arange(num_envs), mode="drop")
@@ -1373,7 +1319,7 @@ def reset_ended(env, key, done, env_state):
 
 
 def truncation_window(args, env):
-    """Steps in which the time limit can end at most one episode of an environment."""
+    """Number of steps in which an environment is truncated at most once."""
     return min(env.max_episode_steps, args.num_steps)
 
 
@@ -1401,22 +1347,20 @@ def gpu_unroll(steps):
 
 
 def rollout(args, env, params, env_state, agent_state, stats, key):
-    """Plays T steps in N environments, which begin a new episode where one has ended.
+    """Plays T steps in N environments and resets environments whose episode has ended.
 
     Returns (env_state, agent_state, stats, trajectory, truncated_state). The trajectory is a
-    `Transition` of [T, N, ...]; truncated_state = (env_state, agent_state) of [W, N, ...] are the
-    states in which the time limit ended an episode, at most one in each of the W windows of
-    `truncation_window` steps (where it ended none, they mean nothing).
+    `Transition` of [T, N, ...]. truncated_state = (env_state, agent_state), [W, N, ...], contains
+    the last states of truncated episodes, one per window of `truncation_window` steps. It is
+    undefined for windows without truncation.
 
-    The level with which environment n starts anew after step t follows from t and n. On a CPU
-    levels are made when they are needed, in the loop of `reset_ended`. An accelerator would stop at
-    every step to ask whether that loop goes on. So there a level is made for every step of every
-    environment beforehand, all at once or, where they are many, step by step; the same levels, of
-    which most are never used. An environment with `starts_per_update` has a pool of so many levels
-    on every platform. Each episode that begins takes the next one; where more begin than there are,
-    they come again within the rollout.
+    The new level of environment n after step t depends on t and n only. A CPU generates levels on
+    demand, in `reset_ended`. An accelerator would wait at every step to decide whether that loop
+    continues. So it generates a level per step and environment in advance; most are never used. An
+    environment with `starts_per_update` has a pool of so many initial states on every platform.
+    Each new episode takes the next state of the pool, which repeats when it is used up.
     """
-    # One split for all keys: on a CPU each use of `jax.random` adds a tenth to the time to compile.
+    # One split for all keys: each use of `jax.random` adds a tenth to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 2 + args.num_envs))
     action_keys, reset_keys, step_keys = keys[:, 0], keys[:, 1], keys[:, 2:]
     pool_size = getattr(env, "starts_per_update", None)
@@ -1431,7 +1375,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
 
         if args.batch_size <= 65_536:
             levels = jax.vmap(levels_of_step)(reset_keys)
-        else:  # more may not fit into the memory at once
+        else:  # all at once may not fit into memory
             levels = jax.lax.map(levels_of_step, reset_keys)
     num_windows = math.ceil(args.num_steps / truncation_window(args, env))
     window = jnp.arange(args.num_steps) // truncation_window(args, env)
@@ -1497,11 +1441,10 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
 def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
     """Values of all observations and of their true successors, both [T, N].
 
-    The successor of a step is the observation of the next one; after the last step it is that of
-    last_state = (env_state, agent_state), [N]. But where the time limit ended an episode, it is the
-    last observation of that episode, seen with that episode's memory: truncated_state, [W, N], as
-    `rollout` returns it. (Where the episode terminated there is none, and `compute_gae` ignores
-    what stands here.)
+    The successor is the next step's observation; after the last step it is that of last_state =
+    (env_state, agent_state), [N]. A truncated episode uses its last observation and its memory,
+    from truncated_state [W, N, ...] of `rollout`. `compute_gae` ignores the successors of
+    terminated episodes.
     """
 
     def value_of(env_state, agent_state):  # of [N] -> [N]
@@ -1515,7 +1458,7 @@ def trajectory_values(args, env, params, trajectory, last_state, truncated_state
     last_value, truncated_value = jnp.split(jax.vmap(value_of)(*states), (1,))
     next_value = jnp.concatenate([trajectory.value[1:], last_value])
     truncated_value = jnp.repeat(truncated_value, truncation_window(args, env), axis=0)
-    truncated_value = truncated_value[: args.num_steps]  # the last window may be a shorter one
+    truncated_value = truncated_value[: args.num_steps]  # the last window may be shorter
     return trajectory.value, jnp.where(trajectory.truncated, truncated_value, next_value)
 
 
@@ -1573,19 +1516,11 @@ def clipped_objective(ratio, advantage, clip_coef):
 
 
 def ppo_loss(args, params, batch):
-    """The loss of a minibatch, a mean over its samples; returns (loss [], metrics {tag: []}).
+    """The loss of a minibatch, a mean over samples; returns (loss [], metrics {tag: []}).
 
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy. The value loss is half the mean
-    squared distance to the target, advantage + old value. With `clip_vloss` the larger of two
-    errors counts, that of the value and that of the value held within clip_coef of the old one: a
-    value that has moved further than that towards its target has no gradient, unless far past it.
-    Returns of an episode lie between -1 and 1, so steps of 0.2 an update are enough to follow them;
-    those of trials may be larger, and `--no-clip-vloss` better.
-    The entropy bonus keeps the policy from becoming certain before it has tried all actions.
-
-    Healthy, while the return rises: approx_kl about 0.001 to 0.02, clipfrac 0.01 to 0.3, entropy
-    that falls from log(num_actions), explained_variance that rises towards 1. Once the task is
-    solved, all but the last go towards 0; the last means little where all returns are the same.
+    loss = policy loss + vf_coef * value loss - ent_coef * entropy, as in CartPole's script. Returns
+    of episodes lie in [-1, 1], so `clip_vloss` hardly slows the critic. Returns of trials may be
+    larger: try `--no-clip-vloss`.
     """
     rnn_state = jax.tree.map(lambda x: x[0], batch.rnn_state)
     dist, value, _ = forward(args, params, batch.inputs, rnn_state)
@@ -1623,9 +1558,9 @@ def reduce_metrics(metrics):
 
 
 def spread(minibatch):
-    """Gives every device of the mesh that is set its part of the environments, if there is one.
+    """Shards the environments of a minibatch over the devices of the current mesh, if there is one.
 
-    Without this each would work on the whole minibatch: shuffled, it lies on all of them.
+    Without this each device would process the whole minibatch, because shuffling mixes devices.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return minibatch
@@ -1633,11 +1568,10 @@ def spread(minibatch):
 
 
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
-    """Passes over a batch of N environments in shuffled minibatches of whole environments.
+    """Several passes over a batch of N environments in shuffled minibatches of environments.
 
-    With `target_kl` a minibatch whose approx_kl exceeds it takes no step, nor do those that follow.
-    (CleanRL looks after every epoch, when the steps are taken.) Metrics are of all minibatches.
-    Returns (params, opt_state, metrics {tag: []}).
+    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
     def minibatch_step(carry, index):  # index [M] of environments
@@ -1656,7 +1590,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
         return (*new, active), metrics
 
-    # A sort takes next to nothing beside these gradients. (CartPole's script shuffles without one.)
+    # CartPole's script shuffles without a sort; here a sort takes little of the time.
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, args.num_envs), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
@@ -1777,10 +1711,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(args, params, key):
-    """An episode (or trial) of one agent in each of E environments: an `Evaluation`.
-
-    Each is played on a fresh level, by the most likely actions or by drawn ones (`eval_mode`).
-    """
+    """Plays an episode (or trial) in each of E environments with one agent; an `Evaluation`."""
     env = make_env(args)
     num_envs = args.eval_episodes
     reset_key, action_key, step_key = jax.random.split(key, 3)
@@ -1812,7 +1743,7 @@ def evaluate(args, params, key):
     steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
     states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
     carry = jnp.int32(0), playing, start_state, init_agent_state(args, num_envs), sums, states
-    # Good policies need a fraction of the time limit, so this ends with the last episode.
+    # Ends with the last episode, which is often before the time limit.
     carry = jax.lax.while_loop(is_playing, env_step, carry)
     _, _, env_state, _, (returns, lengths, info), states = carry
     return Evaluation(
@@ -1820,7 +1751,7 @@ def evaluate(args, params, key):
         episode_length=lengths,
         info=info,
         states=states,
-        # Steps after the end of a trial belong to none of its episodes.
+        # `Trials` ignores rewards after the end of a trial.
         trial_returns=env_state.returns if args.episodes_per_trial > 1 else None,
     )
 
@@ -1832,7 +1763,7 @@ def record_video(args, evaluation, path):
     frames = []
     for t in range(min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS) + 1):
         image = env.render(jax.tree.map(lambda x: x[0, t], states))  # noqa: B023
-        # A level has some 80 colours at most: each keeps its own.
+        # A level has about 80 colors at most, so none is lost.
         frames.append(Image.fromarray(image).quantize(256, Image.Quantize.MAXCOVERAGE))
     path = path.with_suffix(".gif")
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
@@ -1874,7 +1805,7 @@ def over_seeds(function, *trees):
 
 
 def make_mesh(args):
-    """The first `num_devices` devices of every process; raises `UserError`."""
+    """A mesh of the first `num_devices` devices of every process; raises `UserError`."""
     if args.num_devices > jax.local_device_count():
         raise UserError(f"--num-devices {args.num_devices}: JAX sees {jax.local_device_count()}")
     devices = []
@@ -1887,9 +1818,9 @@ def make_mesh(args):
 
 
 def state_shardings(mesh):
-    """How a `TrainState` of K agents lies on the mesh, a prefix of its tree.
+    """Shardings of a `TrainState` of K agents, a prefix of its pytree.
 
-    Environments, the second axis of [K, N, ...], are spread; all else is everywhere.
+    Environments, the second axis of [K, N, ...], are split among devices; the rest is replicated.
     """
     shardings = dict.fromkeys(TrainState._fields, jax.NamedSharding(mesh, jax.P()))
     for name in ("env_state", "agent_state", "stats"):
@@ -1900,12 +1831,12 @@ def state_shardings(mesh):
 def join_processes(args):
     """Starts JAX's distributed runtime; returns the `Args` of this process.
 
-    All processes do the same. What the others than the first one write goes to a folder that is
-    deleted at the end, and what they print nowhere.
+    All processes run the same code. All except the first one write to a temporary folder and print
+    nothing.
     """
-    # JAX's own service would catch SIGTERM before `stop_signals` does.
+    # JAX's preemption service would catch SIGTERM before `stop_signals`.
     jax.config.update("jax_enable_preemption_service", False)
-    with user_errors("--distributed", ValueError):  # no cluster is found
+    with user_errors("--distributed", ValueError):  # no cluster found
         jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
     if jax.process_index() == 0:
         return args
@@ -1914,7 +1845,7 @@ def join_processes(args):
 
 
 def agree_on_signal(signals):
-    """The first signal that any process has received, or 0; all must ask equally often."""
+    """The first signal that any process has received, or 0; all processes must call this."""
     received = signals[0] if signals else 0
     if jax.process_count() > 1:
         received = int(multihost_utils.process_allgather(np.int32(received)).max())
@@ -1997,7 +1928,7 @@ def named_arrays(state):
 
 
 def save_checkpoint(run_dir, state):
-    """Replaces the run's checkpoint.npz by one of this state; all processes must take part."""
+    """Replaces checkpoint.npz of a run; all processes must call this."""
     arrays = named_arrays(state)
     if jax.process_count() > 1:
         arrays = multihost_utils.process_allgather(arrays, tiled=True)
@@ -2017,9 +1948,10 @@ def load_checkpoint(run_dir, like):
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for (name, want), leaf in zip(wanted.items(), jax.tree.leaves(like)):
-        array = saved.get(name, np.empty(0))
-        if array.dtype.kind == "V":  # bfloat16, float8, int4
+    for keys, leaf in jax.tree.leaves_with_path(like):  # `eval_shape` has sorted the names
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        array, want = saved.get(name, np.empty(0)), wanted[name]
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -2279,7 +2211,7 @@ def evaluate_run(args):
 
 
 def print_envs():
-    """`--list-envs`."""
+    """Prints all environments, for `--list-envs`."""
     for env in ENVIRONMENTS.values():
         size, mission = f"{env.width}x{env.height}", ", observes its mission"
         line = f"{env.env_id:42} {size:>5} cells, {env.max_episode_steps:4} steps"
@@ -2296,7 +2228,7 @@ def saved_flags(args):
 
 
 def start_run(args, run_dir, out_dir):
-    """Creates the state of a run or loads it from `run_dir`, and compiles its update.
+    """Creates or loads the state of a run and compiles its update.
 
     Writes args.json into `out_dir`. Returns (state, run_update, run_evaluation), the functions as
     `run_updates` calls them. Raises `UserError` for a finished run.
@@ -2308,7 +2240,7 @@ def start_run(args, run_dir, out_dir):
     run_update = jit_function(args, update_seeds, **layout)
     run_evaluation = jit_function(args, evaluate_seeds, out_shardings=everywhere)
     like = jax.eval_shape(init, numbers)
-    saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first one
+    saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first checkpoint
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     place = jax.jit(lambda state: state, out_shardings=placed)
     like, state = jax.eval_shape(place, like), place(state)
@@ -2429,42 +2361,42 @@ def main(words=None):
 
 
 # ==================================================================================================
-# Catalogue: the levels of all ids, what ends them, and pictures
+# Catalogue: levels, end rules, ids and drawing
 # ==================================================================================================
 
-# --- End rules: (env, before, action, after) -> (success, failure), on top of goal and lava. The
-#     action is what was done: Memory's agents, which cannot pick up, toggle instead ---
+# --- End rules: (env, before, action, after) -> (success, failure), after those of goal and lava.
+#     `action` is the executed one: TOGGLE instead of PICKUP in Memory ---
 
 
 def memory_end(env, before, action, after):
-    """The agent stands beside the matching object (success) or beside the other one (failure)."""
+    """Success: the agent is next to the matching object. Failure: next to the other one."""
     matching, other = after.marks
     return after.position == matching, after.position == other
 
 
 def door_end(env, before, action, after):
-    """The door is open after a toggle."""
+    """Success: the marked door is open after a toggle."""
     is_open = kind_of(at(after.grid, after.marks[0])) == DOOR_OPEN
     return (action == TOGGLE) & is_open, jnp.bool_(False)
 
 
 def take_box_end(env, before, action, after):
-    """The agent holds the box, the only one of these levels."""
+    """Success: the agent picked up the box, the only one of the level."""
     return (action == PICKUP) & (kind_of(after.carrying) == BOX), jnp.bool_(False)
 
 
 def take_ball_end(env, before, action, after):
-    """The agent holds the ball, the only one that KeyCorridor has."""
+    """Success: the agent picked up the ball, the only one in KeyCorridor."""
     return (action == PICKUP) & (kind_of(after.carrying) == BALL), jnp.bool_(False)
 
 
 def take_blue_ball_end(env, before, action, after):
-    """The agent holds the blue ball, the only blue one that ObstructedMaze has."""
+    """Success: the agent picked up the blue ball, the only blue one in ObstructedMaze."""
     return (action == PICKUP) & (after.carrying == BLUE_BALL), jnp.bool_(False)
 
 
 def red_blue_end(env, before, action, after):
-    """Open the red door, then the blue one. Blue first, or shutting blue with red open, fails."""
+    """Success: red door open, then blue. Failure: blue first, or blue closed while red is open."""
     red_was_open, blue_was_open = kind_of(at(before.grid, before.marks)) == DOOR_OPEN
     red_is_open, blue_is_open = kind_of(at(after.grid, before.marks)) == DOOR_OPEN
     success = blue_is_open & red_was_open
@@ -2474,14 +2406,14 @@ def red_blue_end(env, before, action, after):
 
 
 def fetch_end(env, before, action, after):
-    """The agent holds something: what the mission names (success) or anything else (failure)."""
+    """Success: the agent holds the object of the mission. Failure: it holds another one."""
     _, colour, thing = after.mission
     holds_right = after.carrying == named(colour, thing)
     return holds_right, (after.carrying != EMPTY) & ~holds_right
 
 
 def go_to_end(env, before, action, after):
-    """Done, beside the marked cell (success) or elsewhere (failure); toggling fails too."""
+    """Success: done next to the marked cell. Failure: done elsewhere, or any toggle."""
     distance = jnp.abs(after.position - after.marks[0])
     # Cells 1 apart may also be the last of a row and the first of the next one. But the agent never
     # is in the outer columns.
@@ -2491,10 +2423,10 @@ def go_to_end(env, before, action, after):
 
 
 def put_near_end(env, before, action, after):
-    """What is dropped lies beside the marked cell, corners included (success), or does not.
+    """Success: the agent drops an object next to the marked cell, diagonally or not.
 
-    Taking anything but the first thing of the mission fails, as does trying to drop where no room
-    is. Where the second thing was at the start counts, and not what is dropped.
+    Failure: it drops the object elsewhere, tries to drop it where there is no room, or picks up an
+    object that the mission does not name first. The mark is the initial cell of the second object.
     """
     colour, thing, _, _ = after.mission
     takes_wrong = (after.carrying != EMPTY) & (after.carrying != named(colour, thing))
@@ -2507,10 +2439,10 @@ def put_near_end(env, before, action, after):
     return success, (tries_to_drop & ~success) | ((action == PICKUP) & takes_wrong)
 
 
-# --- Generators of levels: (env, draw) -> Level; `draw` hands out random numbers: `Uniforms` ---
+# --- Level generators: (env, draw: `Uniforms`) -> `Level` ---
 
-# Where Farama tries random cells until one fits, `random_cell` draws once from the cells that fit:
-# the same distribution. Only `multi_room_level` tries, and says how often it tries in vain.
+# Farama tries random cells until one fits. `random_cell` samples once from the cells that fit,
+# which gives the same distribution. Only `multi_room_level` tries, see its docstring.
 
 
 def below(uniform, n):
@@ -2519,9 +2451,9 @@ def below(uniform, n):
 
 
 def several_below(uniform, *sizes):
-    """Independent random integers below each of `sizes`, digits of one uniform number.
+    """Independent random integers below each of `sizes`: the digits of one uniform number.
 
-    A uniform number has 23 random bits, so the product of the sizes must be small beside 2^23.
+    A uniform number has 23 random bits, so the product of the sizes must be far below 2^23.
     """
     rest = below(uniform, math.prod(sizes))
     digits = []
@@ -2532,27 +2464,27 @@ def several_below(uniform, *sizes):
 
 
 def random_colours(uniform):
-    """The six colours [6] in a random order."""
+    """The six colors [6] in random order."""
     orders = np.array(list(itertools.permutations(range(6))), np.int32)  # [720, 6]
     return at(orders, below(uniform, len(orders)))
 
 
 def pick(uniform, allowed):
-    """The index of a random one of the true entries of `allowed` [n]; n where there is none."""
+    """Index of a random true entry of `allowed` [n]; n if there is none."""
     rank = jnp.cumsum(allowed.astype(jnp.int32))
     return (rank <= below(uniform, rank[-1])).sum(dtype=jnp.int32)
 
 
 def random_cell(uniform, grid, region=True, taken=-1):
-    """A random one of the empty cells of a region (bool [G]) other than the cell `taken`.
+    """A random empty cell of a region (bool [G]), not `taken`.
 
-    Where there is none it is G, beyond the grid: `put` puts nothing there, an agent is nowhere.
+    If there is none, the result is G, outside the grid: `put` then changes nothing.
     """
     return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
 
 
 def random_agent(env, uniform, grid, region):
-    """A random (cell, direction) in a region, nothing or a wall in front: Farama's RoomGrid's."""
+    """A random (cell, direction) in a region; empty or wall ahead, as in Farama's RoomGrid."""
     allowed = []
     for ahead in (1, env.width, -1, -env.width):  # by direction
         front = jnp.roll(grid, -ahead)
@@ -2568,7 +2500,7 @@ def coordinates(env):
 
 
 def make_room(env, filled=False, filling=GREY_WALL):
-    """A grid [G] with walls around it and `filling` where `filled` [G] says."""
+    """A grid [G] with outer walls, and `filling` in the cells where `filled` [G] is true."""
     x, y = coordinates(env)
     is_border = (x == 0) | (y == 0) | (x == env.width - 1) | (y == env.height - 1)
     grid = jnp.where(filled, jnp.uint8(filling), jnp.uint8(EMPTY))
@@ -2576,12 +2508,12 @@ def make_room(env, filled=False, filling=GREY_WALL):
 
 
 def put_goal(env, grid):
-    """The grid with the goal in the bottom right corner of the whole grid."""
+    """The grid with the goal in its bottom right corner."""
     return put(grid, (env.height - 2) * env.width + env.width - 2, GREEN_GOAL)
 
 
 def empty_level(env, draw, random_start=False):
-    """A room with the goal in its bottom right corner, obstacles (if any) in other free cells."""
+    """A room with the goal at the bottom right, and obstacles in random free cells."""
     for_agent, for_direction = draw(2)
     grid = put_goal(env, make_room(env))
     position, direction = env.width + 1, 0
@@ -2596,7 +2528,7 @@ def empty_level(env, draw, random_start=False):
 
 
 def door_key_level(env, draw):
-    """A wall with a locked door; agent and key somewhere on its left, the goal bottom right."""
+    """A wall with a locked door; agent and key on its left, the goal at the bottom right."""
     for_wall, for_door, for_agent, for_key, for_direction = draw(5)
     x, _ = coordinates(env)
     wall = 2 + below(for_wall, env.width - 4)
@@ -2610,7 +2542,7 @@ def door_key_level(env, draw):
 
 
 def four_rooms_level(env, draw):
-    """Four rooms joined by one gap in each wall; agent and goal in any free cells, gaps too."""
+    """Four rooms, a gap in each wall; agent and goal in random cells, gaps included."""
     for_upper, for_lower, for_left, for_right, for_agent, for_goal, for_direction = draw(7)
     x, y = coordinates(env)
     middle = env.width // 2
@@ -2628,7 +2560,7 @@ def four_rooms_level(env, draw):
 
 
 def lava_gap_level(env, draw):
-    """A wall of lava with one gap between the agent (top left) and the goal (bottom right)."""
+    """A wall of lava with a gap, between agent (top left) and goal (bottom right)."""
     for_x, for_y = draw(2)
     x, y = coordinates(env)
     gap_x = 2 + below(for_x, env.width - 4)
@@ -2638,7 +2570,7 @@ def lava_gap_level(env, draw):
 
 
 def dist_shift_level(env, draw, second_row):
-    """Two strips of lava, the second near the first or far from it; nothing is random."""
+    """Two strips of lava, one at the top and one in `second_row`; nothing is random."""
     x, y = coordinates(env)
     is_strip = (x >= 3) & (x < env.width - 3) & ((y == 1) | (y == second_row))
     grid = make_room(env, is_strip, RED_LAVA)
@@ -2647,14 +2579,14 @@ def dist_shift_level(env, draw, second_row):
 
 
 def crossing_level(env, draw, num_crossings, obstacle):
-    """Rivers of lava or wall on even rows and columns, with openings on a random way to the goal.
+    """Rivers of lava or wall with openings along a random path to the goal.
 
-    The way goes right and down from room to room. Each river that it meets gets an opening, at a
-    random place between the rivers that it has crossed before and those that it will cross next.
+    Rivers are in even rows and columns. The path leads right and down from room to room. The
+    opening of a river is at a random place between the rivers already crossed and the next ones.
     """
     for_river, for_order, for_opening = draw(3, num_crossings)
     x, y = coordinates(env)
-    lines = np.arange(2, env.width - 2, 2)  # where rivers may be, in columns and in rows
+    lines = np.arange(2, env.width - 2, 2)  # possible places of rivers, in columns and in rows
 
     # --- Rivers ---
     chosen = np.zeros(2 * len(lines), bool)
@@ -2667,13 +2599,13 @@ def crossing_level(env, draw, num_crossings, obstacle):
     grid = put_goal(env, make_room(env, in_column | in_row, obstacle))
 
     # --- Openings ---
-    room_x, room_y = jnp.int32(0), jnp.int32(0)  # of the rivers left of and above the room
+    room_x, room_y = jnp.int32(0), jnp.int32(0)  # rivers left of and above the room
     for order, where in zip(for_order, for_opening, strict=True):
-        columns_ahead = columns & (lines > room_x)  # still to cross
+        columns_ahead = columns & (lines > room_x)  # not yet crossed
         rows_ahead = rows & (lines > room_y)
         next_x = jnp.where(columns_ahead, lines, env.width - 1).min()
         next_y = jnp.where(rows_ahead, lines, env.width - 1).min()
-        # All orders of crossing are equally likely: each river ahead may be the next one.
+        # All orders of crossing have the same probability: each river ahead may be next.
         num_ahead = columns_ahead.sum() + rows_ahead.sum()
         crosses_column = order * num_ahead < columns_ahead.sum()
         between_x = room_x + 1 + below(where, next_x - room_x - 1)
@@ -2687,9 +2619,9 @@ def crossing_level(env, draw, num_crossings, obstacle):
 
 
 def memory_level(env, draw, random_length=False):
-    """A key or ball in the start room; a hallway to a junction with one of each: go to the same.
+    """A key or ball in the start room; a hallway leads to one of each. The task: go to the same.
 
-    Marks: the cells beside the matching and beside the other object.
+    Marks: the cells next to the matching and next to the other object.
     """
     for_length, for_object, for_side, for_agent = draw(4)
     x, y = coordinates(env)
@@ -2717,9 +2649,9 @@ def memory_level(env, draw, random_length=False):
 
 
 def two_rooms(env, for_door, for_colour, for_key, for_behind, for_agent, key, before, behind):
-    """Two rooms, a locked door between them; agent and key in the left one. Mark: the door.
+    """Two rooms with a locked door between them; agent and key in the left one. Mark: the door.
 
-    `key` is KEY or KEY_BOX, `before` lies before the door, `behind` in the right room.
+    `key` is KEY or KEY_BOX, `before` is in front of the door, `behind` in the right room.
     """
     x, y = coordinates(env)
     wall = 5
@@ -2728,8 +2660,7 @@ def two_rooms(env, for_door, for_colour, for_key, for_behind, for_agent, key, be
     grid = put(make_room(env, x == wall), door, DOOR_LOCKED + colour)
     grid = put(grid, door - 1, before)
     grid = put(grid, random_cell(for_key, grid, x < wall), key + colour)
-    # Not on or beside the middle of the right room, where Farama's RoomGrid has the agent for the
-    # moment.
+    # Not at or next to the middle of the right room, where Farama's RoomGrid first has the agent.
     is_far = (x > wall) & (abs(x - 8) + abs(y - 3) > 1)
     grid = put(grid, random_cell(for_behind, grid, is_far), behind)
     position, direction = random_agent(env, for_agent, grid, x < wall)
@@ -2737,7 +2668,7 @@ def two_rooms(env, for_door, for_colour, for_key, for_behind, for_agent, key, be
 
 
 def unlock_level(env, draw, box=False, ball=False):
-    """`two_rooms`; a box may lie in the right room, a ball before the door."""
+    """`two_rooms`, optionally with a box in the right room and a ball before the door."""
     for_door, for_colour, for_box, for_box_colour, for_ball, for_key, for_agent = draw(7)
     uniforms = for_door, for_colour, for_key, for_box, for_agent
     box_colour = below(for_box_colour, 6)
@@ -2749,14 +2680,14 @@ def unlock_level(env, draw, box=False, ball=False):
 
 
 def obstructed_pair_level(env, draw, hidden, blocked=False):
-    """`two_rooms`, the blue ball in the right; the key maybe in a box, a ball before the door."""
+    """`two_rooms`, a blue ball on the right; the key may be hidden, the door blocked."""
     key, before = KEY_BOX if hidden else KEY, BALL + GREEN if blocked else EMPTY
     level = two_rooms(env, *draw(5), key=key, before=before, behind=BLUE_BALL)
     return level._replace(marks=())
 
 
 def red_blue_doors_level(env, draw):
-    """A room in the middle, a red door in its left and a blue one in its right wall, agent inside.
+    """The agent in a middle room, a red door in its left wall and a blue one in its right wall.
 
     Marks: the red and the blue door.
     """
@@ -2774,16 +2705,15 @@ def red_blue_doors_level(env, draw):
 
 
 def key_corridor_level(env, draw):
-    """Rooms left and right of a hallway: a key on the left, a ball in a locked room on the right.
+    """Rooms beside a hallway: a key in a left one, a ball in a locked one on the right.
 
-    Farama's `connect_all` adds doors in a random order until every room can be reached. So give
-    each possible door a random time at which it opens, and open those up to the moment at which the
-    last room is reached.
+    Farama's `connect_all` adds doors in random order until every room is reachable. Equivalently,
+    each possible door gets a random opening time; doors open until the last room becomes reachable.
     """
     for_lock, for_key, for_key_colour, for_ball, for_agent = draw(5)
     x, y = coordinates(env)
     pitch = (env.width - 1) // 3  # from one wall to the next
-    inside = pitch - 1  # cells between them
+    inside = pitch - 1  # cells between walls
     num_rows = (env.height - 1) // pitch
     row = np.arange(num_rows)
     is_hallway = (x > pitch) & (x < 2 * pitch)
@@ -2797,7 +2727,7 @@ def key_corridor_level(env, draw):
     down_cells = pitch * (row[:, None] + 1) * env.width + np.array([[0, 2]]) * pitch + along[:, 2:]
     door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
 
-    # --- The locked door, what is behind it, and its key ---
+    # --- The locked door, the ball behind it, and its key ---
     locked_row = below(for_lock, num_rows)
     colour = below(for_key_colour, 6)
     ball_colour, ball_x, ball_y = several_below(for_ball, 6, inside, inside)
@@ -2811,22 +2741,22 @@ def key_corridor_level(env, draw):
     is_start = is_hallway & (y >= top) & (y <= top + pitch)
     position, direction = random_agent(env, for_agent, grid, is_start)
 
-    # --- When does each of the other doors open? ---
+    # --- Opening times of the other doors ---
     is_bottom = row == num_rows - 1
     is_locked = row == locked_row
     is_above_locked = row + 1 == locked_row
     never = [row < 0, is_locked, is_bottom, is_bottom | is_locked | is_above_locked]
     open_time = jnp.where(jnp.stack(never, axis=1), jnp.inf, open_time)
 
-    # --- Every group of neighbours in a column needs a way out: sideways, upwards or downwards ---
+    # --- Every group of adjacent rooms in a column needs an exit: sideways, up or down ---
     sideways, down = open_time[:, :2], open_time[:, 2:]  # [rows, 2], left and right column
-    up = jnp.roll(down, 1, axis=0)  # the last row has no door downwards, so the first none upwards
+    up = jnp.roll(down, 1, axis=0)  # the last row has no door down, so the first has none up
     last_time = jnp.float32(0)
     for first in range(num_rows):
         for last in range(first, num_rows):
             way_out = sideways[first : last + 1].min(0)
             way_out = jnp.minimum(way_out, jnp.minimum(up[first], down[last]))
-            # Infinite only for the locked room alone, whose way out is the lock.
+            # Infinite only for the locked room, whose exit is the locked door.
             way_out = jnp.where(jnp.isinf(way_out), 0, way_out)
             last_time = jnp.maximum(last_time, way_out.max())
     is_open = open_time <= last_time
@@ -2837,7 +2767,7 @@ def key_corridor_level(env, draw):
 
 
 def locked_room_level(env, draw):
-    """Three rooms on each side of a hallway; one is locked and holds the goal, another its key."""
+    """Three rooms on each side of a hallway; a locked one has the goal, another its key."""
     for_locked, for_key, for_goal_cell, for_key_cell, for_colours = draw(5)
     for_agent, for_direction = draw(2)
     x, y = coordinates(env)
@@ -2871,7 +2801,7 @@ def locked_room_level(env, draw):
 
 
 def playground_level(env, draw):
-    """Nine rooms, a door in each wall between two of them, twelve objects anywhere; no goal."""
+    """Nine rooms, a door in each inner wall, twelve objects in random cells; no goal."""
     num_objects = 12
     for_agent, for_direction = draw(2)
     for_door = draw(2, 3, 2)
@@ -2880,8 +2810,8 @@ def playground_level(env, draw):
     pitch = env.width // 3
     grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
 
-    # --- Doors [2, 3, 2]: in columns of wall, then in rows; room along the wall; which wall ---
-    colour, place = several_below(for_door, 6, pitch - 2)  # none beside the wall's last crossing
+    # --- Doors [2, 3, 2]: vertical, then horizontal walls; room along the wall; which wall ---
+    colour, place = several_below(for_door, 6, pitch - 2)  # none next to the last crossing
     along = pitch * np.arange(3)[None, :, None] + 1 + place
     across = pitch * np.array([[1, 2]])
     in_columns = along[0] * env.width + across
@@ -2898,7 +2828,7 @@ def playground_level(env, draw):
 
 
 def in_room(env, column, row, pitch):
-    """The cells [G], bool, of a room in a grid of rooms, its walls included."""
+    """The cells [G], bool, of a room in a grid of rooms, walls included."""
     x, y = coordinates(env)
     is_column = (x >= column * pitch) & (x <= (column + 1) * pitch)
     return is_column & (y >= row * pitch) & (y <= (row + 1) * pitch)
@@ -2907,12 +2837,12 @@ def in_room(env, column, row, pitch):
 def obstructed_maze_level(
     env, draw, num_quarters, agent_room, hidden=True, blocked=True, keys_last=False
 ):
-    """Nine rooms, the blue ball in one of `num_quarters` corners, behind locked doors.
+    """Nine rooms with a blue ball behind locked doors in one of `num_quarters` corners.
 
-    Doors lead from the middle room to as many side rooms, and two locked ones from each of these to
-    corners. Their keys are in the side room, maybe `hidden` in boxes, and green balls may block the
-    doors. Without `keys_last` a key may lie where the ball before the next door comes to be: then
-    it is gone, as in Farama's -v0, and the level may have no solution.
+    Doors connect the middle room with as many side rooms. Each side room has two locked doors to
+    corners and contains their keys, optionally `hidden` in boxes. Green balls may block these
+    doors. Without `keys_last` the ball before the second door may replace the first key, as in
+    Farama's -v0, and the level may be unsolvable.
     """
     for_colours, for_ball_corner, for_ball_place, for_agent = draw(4)
     for_middle_door = draw(num_quarters)
@@ -2922,7 +2852,7 @@ def obstructed_maze_level(
     grid = make_room(env, (x % pitch == 0) | (y % pitch == 0))
     colours = random_colours(for_colours)
     ahead = [1, env.width, -1, -env.width]  # by direction: right, down, left, up
-    side_rooms = [(2, 1), (1, 2), (0, 1), (1, 0)]  # in these directions from the middle one
+    side_rooms = [(2, 1), (1, 2), (0, 1), (1, 0)]  # in these directions from the middle
     corners = np.array([(2, 0), (2, 2), (0, 2), (0, 0)])
 
     def door_cell(uniform, room, direction):
@@ -2934,14 +2864,14 @@ def obstructed_maze_level(
         return (top + (pitch if direction == 1 else 0)) * env.width + left + along
 
     def with_door(grid, uniform, i, turn):
-        """Adds a locked door to side room i, in the wall a quarter `turn` from its direction."""
+        """Adds a locked door to side room i, `turn` quarter turns from its direction."""
         direction = (i + turn) % 4
         door = door_cell(uniform, side_rooms[i], direction)
         grid = put(grid, door, DOOR_LOCKED + colours[(i + turn) % 6])
         return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
 
     def with_key(grid, uniform, i, turn):
-        """Puts the key of that door into the side room."""
+        """Puts the key of this door into side room i."""
         key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
         return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
 
@@ -2967,7 +2897,7 @@ def obstructed_maze_level(
 
 
 class Rooms(NamedTuple):
-    """Rectangles of rooms, walls included; whole numbers, all four of the same shape."""
+    """Rectangles of rooms, walls included; integer arrays of one shape."""
 
     left: jax.Array
     top: jax.Array
@@ -2976,23 +2906,22 @@ class Rooms(NamedTuple):
 
 
 def multi_room_level(env, draw, num_rooms, max_size, num_chains):
-    """A chain of rooms of random sizes, doors between them; agent in the first, goal in the last.
+    """A chain of rooms of random sizes joined by doors; agent in the first, goal in the last.
 
-    Farama adds room to room, each with up to eight tries to fit it in, and begins anew until it has
-    a chain of all rooms. Here `num_chains` chains are made side by side and the first whole one
-    counts, which has the same distribution. That none is whole has a probability below 4e-7 with
-    the numbers of `TABLE` (measured on a million chains of each id); the level is then the longest
-    chain, with the goal in its last room.
+    Farama adds rooms, each with up to eight tries, and restarts until the chain is complete. Here
+    `num_chains` chains are built in parallel. The first complete one counts, which gives the same
+    distribution. For the numbers in `TABLE` the probability that none is complete is below 4e-7
+    (measured on a million chains per id). The level is then the longest chain, with the goal at its
+    end.
     """
     num_tries = 8
-    sizes = max_size - 3  # from 4 to `max_size`, walls included
+    sizes = max_size - 3  # number of sizes, 4 to `max_size`, walls included
     for_left, for_top = draw(2, num_chains)
     for_tries = draw(3, num_rooms - 1, num_chains, num_tries)
     for_agent, for_direction, for_goal = draw(3)
     for_doors = draw(num_rooms - 1)
 
-    # --- The first rooms [chains]: one of all places and sizes that fit in ---
-    # Farama's check leaves the last row of the grid free, and so does this.
+    # --- The first rooms [chains]: uniform over all places and sizes that fit ---
     corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
     lefts, widths = np.nonzero(corner + size <= env.width)
     tops, heights = np.nonzero(corner + size < env.height)
@@ -3004,15 +2933,14 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
         height=at(heights, row) + 4,
     )
 
-    # --- One room more: eight tries [chains, 8], the first that fits counts ---
-    # A scan, because XLA takes minutes to compile this five times in a row.
+    # --- Another room: the first of eight tries [chains, 8] that fits ---
     def add_room(carry, inputs):
         room, entry_wall, is_whole, others = carry
         number, for_shape, for_door, for_place = inputs
         last = jax.tree.map(lambda side: side[:, None], room)
         more_width, more_height, turn = several_below(for_shape, sizes, sizes, 3)
         width, height = more_width + 4, more_height + 4
-        exit_wall = (entry_wall[:, None] + 1 + turn) % 4  # never where one came in
+        exit_wall = (entry_wall[:, None] + 1 + turn) % 4  # never the entry
         is_right, is_bottom, is_left, is_top = (exit_wall == wall for wall in range(4))
         is_sideways = is_right | is_left
         door_x = last.left + 1 + below(for_door, last.width - 2)
@@ -3024,7 +2952,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
         top = door_y - 1 - below(for_place, height - 2)
         top = jnp.where(is_sideways, top, door_y - is_top * (height - 1))
 
-        # Does it fit in? The last room needs no check: it lies on the other side of the door.
+        # Does it fit? The last room needs no check: it is on the other side of the door.
         fits = (left >= 0) & (left + width <= env.width) & (top >= 0) & (top + height < env.height)
         other = jax.tree.map(lambda side: side[:, :, None], others)  # [rooms, chains, 1]
         is_apart = ((left + width)[None] < other.left) | (other.left + other.width <= left[None])
@@ -3041,14 +2969,14 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
         carry = room, chosen((exit_wall + 2) % 4), is_whole, others
         return carry, (room, chosen(door_y * env.width + door_x), is_whole)
 
-    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)  # apart from everything
+    nowhere = jnp.full((num_rooms - 1, num_chains), 2 * env.width)  # apart from all rooms
     entry_wall = jnp.full(num_chains, 2)  # walls are 0 right, 1 bottom, 2 left, 3 top
     no_others = Rooms(left=nowhere, top=nowhere, width=nowhere, height=nowhere)
     carry = room, entry_wall, jnp.ones(num_chains, bool), no_others
     number = jnp.arange(num_rooms - 1)
     _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
 
-    # --- Draw the longest chain ---
+    # --- Draws the longest chain ---
     chain = is_whole.sum(0).argmax()
     length = 1 + is_whole[:, chain].sum()
     rooms = jax.tree.map(
@@ -3064,7 +2992,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
         if number == 0:
             colour = below(uniform, 6)
         else:
-            colour = (colour + 1 + below(uniform, 5)) % 6  # another one than the door before has
+            colour = (colour + 1 + below(uniform, 5)) % 6  # not the color of the previous door
         with_door = put(grid, door, DOOR_CLOSED + colour)
         grid = jnp.where(number + 1 < length, with_door, grid)
 
@@ -3075,7 +3003,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
 
 
 def fetch_level(env, draw, num_objects):
-    """Keys and balls; one of them is to be fetched (or another that looks the same)."""
+    """Keys and balls; the mission names one of them (an identical one also counts)."""
     for_agent, for_direction, for_target, for_verb = draw(4)
     for_object, for_cell = draw(2, num_objects)
     colours, kinds = several_below(for_object, 6, 2)
@@ -3091,7 +3019,7 @@ def fetch_level(env, draw, num_objects):
 
 
 def go_to_door_level(env, draw):
-    """A room of random size, doors of four colours in its walls. Mark: the door of the mission."""
+    """A room of random size, four doors of different colors. Mark: the mission's door."""
     for_size, for_upper, for_lower, for_left, for_right, for_colours = draw(6)
     for_agent, for_direction, for_target = draw(3)
     x, y = coordinates(env)
@@ -3117,9 +3045,9 @@ def go_to_door_level(env, draw):
 
 
 def different_objects(env, draw, grid, num_objects, apart=False):
-    """Puts keys, balls and boxes, no two alike, into free cells of a grid.
+    """Places keys, balls and boxes, all different, in free cells of a grid.
 
-    With `apart` no two are neighbours, not even at corners. Returns (grid, objects [num_objects],
+    With `apart` no two are neighbors, not even diagonally. Returns (grid, objects [num_objects],
     their cells [num_objects]).
     """
     x, y = coordinates(env)
@@ -3140,7 +3068,7 @@ def different_objects(env, draw, grid, num_objects, apart=False):
 
 
 def go_to_object_level(env, draw, num_objects):
-    """Things, one of which is the mission's. Mark: where that one is."""
+    """Objects, one of which the mission names. Mark: its cell."""
     for_agent, for_direction, for_target = draw(3)
     grid, objects, cells = different_objects(env, draw, make_room(env), num_objects)
     position = random_cell(for_agent, grid)
@@ -3151,7 +3079,7 @@ def go_to_object_level(env, draw, num_objects):
 
 
 def put_near_level(env, draw, num_objects):
-    """Things apart from each other; one is to be put near another. Mark: where that one is."""
+    """Objects apart from each other; one is to be put near another. Mark: the latter's cell."""
     for_agent, for_direction, for_moved, for_target = draw(4)
     grid = make_room(env)
     grid, objects, cells = different_objects(env, draw, grid, num_objects, apart=True)
@@ -3166,7 +3094,7 @@ def put_near_level(env, draw, num_objects):
 # --- The ids ---
 
 
-variant = functools.partial  # a generator of levels with some of its options set
+variant = functools.partial  # a level generator with some options set
 
 RANDOM_EMPTY = variant(empty_level, random_start=True)
 LAVA_CROSSING = variant(crossing_level, obstacle=RED_LAVA)
@@ -3216,12 +3144,12 @@ PUT_NEAR = MISSION | {"end_rule": put_near_end, "sentence": "put the {} {} near 
 
 
 def moving(num_obstacles):
-    """The fields of a room with moving obstacles."""
+    """Fields of a `MiniGrid` with moving obstacles."""
     return OPEN | {"num_obstacles": num_obstacles, "num_actions": 3}
 
 
 TABLE = [
-    # name, width, height, time limit, generator of levels, fields of `MiniGrid` that differ
+    # name, width, height, time limit, level generator, other fields of `MiniGrid`
     ("Empty-5x5-v0", 5, 5, 100, empty_level, OPEN),
     ("Empty-6x6-v0", 6, 6, 144, empty_level, OPEN),
     ("Empty-8x8-v0", 8, 8, 256, empty_level, OPEN),
@@ -3271,7 +3199,7 @@ TABLE = [
     ("KeyCorridorS6R3-v0", 16, 16, 1080, key_corridor_level, TAKE_BALL),
     ("LockedRoom-v0", 19, 19, 190, locked_room_level, LOCKED_ROOM),
     ("MultiRoom-N2-S4-v0", 25, 25, 40, TWO_ROOMS, ROOMS),
-    # Farama's N4-S5-v0 has six rooms, whatever its name says; v1 has four.
+    # Despite its name Farama's N4-S5-v0 has six rooms; v1 has four.
     ("MultiRoom-N4-S5-v0", 25, 25, 120, SIX_SMALL_ROOMS, ROOMS),
     ("MultiRoom-N4-S5-v1", 25, 25, 80, FOUR_SMALL_ROOMS, ROOMS),
     ("MultiRoom-N6-v0", 25, 25, 120, SIX_LARGE_ROOMS, ROOMS),
@@ -3310,17 +3238,17 @@ ENVIRONMENTS = {
 
 
 class Rectangle(NamedTuple):
-    """A filled rectangle; the tile's sides have length 1, y points down."""
+    """A filled rectangle; the sides of a tile have length 1, and y points down."""
 
     left: float
     right: float
     top: float
     bottom: float
-    brightness: float  # 1 is the colour of the cell, 0 black
+    brightness: float  # 1 is the color of the cell, 0 black
 
 
 class Stroke(NamedTuple):
-    """All points within a radius of the line from (x, y) to (x + run, y + rise)."""
+    """All points within a radius of the segment from (x, y) to (x + run, y + rise)."""
 
     x: float
     y: float
@@ -3336,7 +3264,7 @@ LAVA_WAVES = [  # three waves of four strokes, down and up
     for y in (0.3, 0.5, 0.7)
     for x, low in ((0.1, 0), (0.3, 0.1), (0.5, 0), (0.7, 0.1))
 ]
-PICTURES = {  # of each kind, drawn in this order
+PICTURES = {  # shapes of each kind, drawn in this order
     WALL: [WHOLE_TILE],
     FLOOR: [Rectangle(0.031, 1, 0.031, 1, 0.5)],
     DOOR_OPEN: [Rectangle(0.88, 1, 0, 1, 1), Rectangle(0.92, 0.96, 0.04, 0.96, 0)],
@@ -3376,11 +3304,11 @@ LAVA_RGB = np.array([255, 128, 0])
 
 
 def covers(shape, x, y):
-    """Which of the points (x, y), arrays of one shape, lie in a `Rectangle` or `Stroke`."""
+    """Whether points (x, y), arrays of one shape, lie in a `Rectangle` or `Stroke`."""
     if isinstance(shape, Rectangle):
         inside_x = (x >= shape.left) & (x <= shape.right)
         return inside_x & (y >= shape.top) & (y <= shape.bottom)
-    # The nearest point of the line: its foot of the perpendicular, if that is between its ends.
+    # The nearest point of the segment: the foot of the perpendicular, clipped to the ends.
     length_squared = max(shape.run**2 + shape.rise**2, 1e-9)
     along = ((x - shape.x) * shape.run + (y - shape.y) * shape.rise) / length_squared
     along = np.clip(along, 0, 1)
@@ -3391,9 +3319,10 @@ def covers(shape, x, y):
 
 @functools.cache
 def draw_tile(cell, direction, lit, size):
-    """[size, size, 3] uint8 of one cell, as Farama draws it, brighter if `lit`.
+    """Draws a cell as Farama does, brighter if `lit`; uint8 [size, size, 3].
 
-    The agent stands on it if its `direction` is given. Drawn at three times the size and averaged.
+    With a `direction` the cell contains the agent. The image is drawn three times as large and
+    averaged.
     """
     pixels = 3 * size
     y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
@@ -3401,15 +3330,15 @@ def draw_tile(cell, direction, lit, size):
     if kind == LAVA:
         colour = LAVA_RGB
     elif kind == KEY_BOX:
-        colour = RGB[GREY]  # its own colour is that of the key inside
+        colour = RGB[GREY]  # hides the color of the key inside
     else:
-        colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` draws all bytes, also colours 6, 7
+        colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` also draws colors 6 and 7
     image = np.zeros((pixels, pixels, 3), np.uint8)
     image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
     for shape in PICTURES.get(kind, []):
         image[covers(shape, x, y)] = (shape.brightness * colour).astype(np.uint8)
     if direction is not None:
-        # A triangle that points to where the agent looks: turn the pixels into its frame.
+        # A triangle in the agent's direction: rotates the pixels into the agent's frame.
         cos, sin = [(1, 0), (0, 1), (-1, 0), (0, -1)][direction]
         ahead = 0.5 + cos * (x - 0.5) + sin * (y - 0.5)
         aside = np.abs(cos * (y - 0.5) - sin * (x - 0.5))
@@ -3421,18 +3350,18 @@ def draw_tile(cell, direction, lit, size):
 
 @functools.cache
 def tile_rows():
-    """[2 * 128 * 8, 8 * 3] uint8: the pixel rows of all tiles, then of all with the agent."""
+    """The pixel rows of all tiles, then of all tiles with the agent, uint8 [2 * 128 * 8, 8 * 3]."""
     tiles = [draw_tile(cell, None, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
-    up = 3  # in its own view the agent always looks up
+    up = 3  # the agent's direction in its view
     tiles += [draw_tile(cell, up, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
     return np.stack(tiles).reshape(2 * NUM_CELLS * TILE, TILE * 3)
 
 
 def draw_view(view):
-    """The picture [56, 56, 3] uint8 of a view [7, 7]."""
+    """Renders a view [7, 7] as an image [56, 56, 3], uint8."""
     has_agent = np.arange(VIEW**2).reshape(VIEW, VIEW) == AGENT_CELL
     tile = view.astype(jnp.int32) + NUM_CELLS * has_agent
-    # One look-up for each pixel row of each tile, [7, 8, 7]: the order of the picture already.
+    # One look-up per pixel row of each tile, [7, 8, 7], gives the pixels in order.
     row = tile[:, None] * TILE + np.arange(TILE)[None, :, None]
     return at(tile_rows(), row).reshape(VIEW * TILE, VIEW * TILE, 3)
 

@@ -1151,9 +1151,10 @@ def load_checkpoint(run_dir, like):
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for (name, want), leaf in zip(wanted.items(), jax.tree.leaves(like)):
-        array = saved.get(name, np.empty(0))
-        if array.dtype.kind == "V":  # bfloat16, float8, int4
+    for keys, leaf in jax.tree.leaves_with_path(like):  # `eval_shape` has sorted the names
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        array, want = saved.get(name, np.empty(0)), wanted[name]
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
