@@ -833,8 +833,8 @@ def learn(args, state, trajectory):
         "charts/learning_rate": learning_rate,
         "charts/episodic_return": mean_of_ended(state.stats.last_return),
         "charts/episodic_length": mean_of_ended(state.stats.last_length),
-        "charts/reward_mean": trajectory.reward.mean(),
-        "charts/value_mean": value.mean(),
+        "charts/reward_mean": trajectory.reward.mean(where=trajectory.valid),
+        "charts/value_mean": value.mean(where=trajectory.valid),
     }
     state = state._replace(params=params, opt_state=opt_state, update=state.update + 1)
     return state._replace(key=next_key), metrics

@@ -1,6 +1,7 @@
 """What the tests share: the scripts of this repository, quick flags for each, and runs of them."""
 
 import atexit
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -46,6 +47,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 # Tracing makes many objects: looking for cycles among them took 9% of the time of some tests.
 gc.set_threshold(100_000, 50, 50)
 
+import jax
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -167,8 +169,8 @@ def having(*names, lacking=None):
 def once(name):
     """Restricts a test to the first script that defines a name.
 
-    For what is one text in all of them, as test_same_text.py holds, and for paths of `main` on which
-    the scripts do not differ.
+    For texts that are the same in all scripts, see test_same_text.py, and for paths of `main` on
+    which the scripts do not differ.
     """
     return _with_scripts([module for module in MODULES if hasattr(module, name)][:1])
 
@@ -193,6 +195,25 @@ def each_text(name, lacking=None):
 def quick_args(script, **options):
     """`Args` of the script's quick run with some options changed."""
     return script.Args(**QUICK[script.__name__] | options)
+
+
+def jit_args(function, *static):
+    """Jits a function with its first arguments fixed; `Args` is mutable, so it has no hash."""
+    return jax.jit(functools.partial(function, *static))
+
+
+def cached(function):
+    """Caches results by the text of the inputs, because `Args` has no hash."""
+    results = {}
+
+    @functools.wraps(function)
+    def with_cache(*inputs):
+        text = repr(inputs)
+        if text not in results:
+            results[text] = function(*inputs)
+        return results[text]
+
+    return with_cache
 
 
 def words_of(**options):

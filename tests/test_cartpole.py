@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import ROOT, environment, finish, having, quick_args
+from conftest import ROOT, environment, finish, having, jit_args, quick_args
 
 pytestmark = having("CartPole")
 
@@ -40,9 +40,8 @@ def test_rollout_equals_gymnasium(script, skill, integrator):
     args = script.Args(num_envs=8, num_steps=1500, kinematics_integrator=integrator)
     state = script.init_train_state(args, jax.random.key(1))
     params = balancing(script, state.params) if skill == "balancing" else state.params
-    rollout = jax.jit(script.rollout, static_argnums=(0, 1))
-    env, key = script.make_env(args), jax.random.key(1)
-    _, stats, steps = rollout(args, env, params, state.env_state, state.stats, key)
+    rollout = jit_args(script.rollout, args, script.make_env(args))
+    _, stats, steps = rollout(params, state.env_state, state.stats, jax.random.key(1))
     steps = jax.tree.map(np.asarray, steps)
     env = gymnasium.make("CartPole-v1")
     env.unwrapped.kinematics_integrator = integrator
@@ -84,8 +83,8 @@ def test_drawn_actions_of_an_evaluation(script):
     """
     args = script.Args(eval_episodes=1000, eval_mode="sampled")
     state = script.init_train_state(args, jax.random.key(1))
-    evaluate = jax.jit(script.evaluate, static_argnums=0)
-    lengths = np.asarray(evaluate(args, state.params, jax.random.key(2)).episode_length)
+    evaluation = jit_args(script.evaluate, args)(state.params, jax.random.key(2))
+    lengths = np.asarray(evaluation.episode_length)
     env, theirs = gymnasium.make("CartPole-v1"), []
     env.action_space.seed(0)
     for seed in range(1000):
@@ -95,7 +94,8 @@ def test_drawn_actions_of_an_evaluation(script):
             theirs[-1] += 1
     assert scipy.stats.ks_2samp(lengths, theirs).pvalue > 1e-3
     greedy = script.Args(eval_episodes=1000)
-    lengths = np.asarray(evaluate(greedy, state.params, jax.random.key(2)).episode_length)
+    evaluation = jit_args(script.evaluate, greedy)(state.params, jax.random.key(2))
+    lengths = np.asarray(evaluation.episode_length)
     assert scipy.stats.ks_2samp(lengths, theirs).pvalue < 1e-9
 
 
@@ -142,7 +142,7 @@ def test_evaluation_equals_gymnasium(script):
         {"w": 100 * params["actor"][2]["w"], "b": params["actor"][2]["b"]},
     ]
     params = params | {"actor": actor}
-    evaluation = jax.jit(script.evaluate, static_argnums=0)(args, params, jax.random.key(4))
+    evaluation = jit_args(script.evaluate, args)(params, jax.random.key(4))
     reset_key, _ = jax.random.split(jax.random.key(4))
     starts = jax.vmap(script.CartPole().reset)(jax.random.split(reset_key, 10))
     act = jax.jit(lambda obs: script.forward(args, params, obs)[0].mode())

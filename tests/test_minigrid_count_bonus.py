@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, arrays_of, run_main, scalars, words_of
+from conftest import ROOT, arrays_of, jit_args, run_main, scalars, words_of
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX
 from test_minigrid_env import choose_action, new_episode, state_of
 
@@ -154,7 +154,7 @@ def test_the_bonus_is_in_the_advantages_only(monkeypatch, episodes):
     monkeypatch.setattr(script, "compute_gae", watched_gae)
     rollouts, extra, returns, running = [], [], np.full(16, np.nan), np.zeros(16)
     with bonus.installed():
-        state = jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(0))
+        state = jit_args(script.init_train_state, args)(jax.random.key(0))
         update = jax.jit(watched_update)
         for _ in range(3):
             state, metrics, now = jax.device_get(update(state))

@@ -11,7 +11,7 @@ import pytest
 import scipy.linalg
 import scipy.special
 import scipy.stats
-from conftest import USUAL_COMPILATION, having, once, quick_args
+from conftest import USUAL_COMPILATION, having, jit_args, once, quick_args
 
 
 def close(ours, expected, rtol, atol=0.0):
@@ -21,7 +21,7 @@ def close(ours, expected, rtol, atol=0.0):
 
 def initial(script, args):
     """The state of one untrained agent."""
-    return jax.jit(script.init_train_state, static_argnums=0)(args, jax.random.key(args.seed))
+    return jit_args(script.init_train_state, args)(jax.random.key(args.seed))
 
 
 def jitted_update(script, args):
@@ -146,12 +146,12 @@ def test_optimizer_equals_optax(script):
     params = expected = draw()
     args = quick_args(script, max_grad_norm=0.5, adam_eps=1e-5)
     state, optax_state = script.adam_init(params), optimizer.init(params)
-    ours = jax.jit(script.adam_update, static_argnums=0)
+    ours = jit_args(script.adam_update, args)
     theirs = jax.jit(optimizer.update)
     clipped = 0
     for count, scale in enumerate(20 * [0.0, 1e-4, 1e-2, 1.0, 100.0]):
         grads = draw(scale)
-        params, state, norm = ours(args, grads, state, params, rate(count))
+        params, state, norm = ours(grads, state, params, rate(count))
         updates, optax_state = theirs(grads, optax_state, expected)
         expected = optax.apply_updates(expected, updates)
         close(params, expected, rtol=1e-6, atol=1e-6)
@@ -217,9 +217,9 @@ def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps
     """
     args = quick_args(script, num_steps=64, total_timesteps=10**6)
     env, state = with_time_limit(script, args, max_episode_steps), initial(script, args)
-    rollout = jax.jit(script.rollout, static_argnums=(0, 1))
+    rollout = jit_args(script.rollout, args, env)
     key = jax.random.key(0)
-    _, _, steps = rollout(args, env, state.params, state.env_state, state.stats, key)
+    _, _, steps = rollout(state.params, state.env_state, state.stats, key)
     assert steps.truncated.any() == (max_episode_steps < args.num_steps)
     values = script.trajectory_values(args, env, state.params, steps)
 
@@ -249,9 +249,9 @@ def test_episode_statistics_equal_replay(script, max_episode_steps):
     running_return = np.zeros(args.num_envs)
     running_length = np.zeros(args.num_envs, int)
     last_return, last_length = np.full((2, args.num_envs), -np.inf)
-    rollout = jax.jit(script.rollout, static_argnums=(0, 1))
+    rollout = jit_args(script.rollout, args, env)
     for key in jax.random.split(jax.random.key(0), 2):
-        env_state, stats, steps = rollout(args, env, state.params, env_state, stats, key)
+        env_state, stats, steps = rollout(state.params, env_state, stats, key)
         steps = jax.tree.map(np.asarray, steps)
         for t in range(args.num_steps):
             running_return = running_return + steps.reward[t]
@@ -438,12 +438,12 @@ def test_gradient_in_blocks_equals_the_whole(script, samples, monkeypatch):
     monkeypatch.setattr(script, "ppo_loss", ppo_loss)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args, samples)
-        gradient = jax.jit(script.loss_gradient, static_argnums=0)
-        grads, metrics = jax.block_until_ready(gradient(args, params, batch))
+        gradient = jit_args(script.loss_gradient, args)
+        grads, metrics = jax.block_until_ready(gradient(params, batch))
         jax.effects_barrier()
         blocks = len(seen)
-        gradient = jax.jit(jax.grad(script.ppo_loss, 1, has_aux=True), static_argnums=0)
-        whole, expected = gradient(args, params, batch)
+        gradient = jit_args(jax.grad(script.ppo_loss, 1, has_aux=True), args)
+        whole, expected = gradient(params, batch)
     assert blocks == {64: 1, 4096: 1, 3 * 4096: 3, 10_007: 1}[samples]
     close(grads, whole, rtol=1e-9, atol=1e-12)
     close(metrics, expected, rtol=1e-9, atol=1e-12)
@@ -475,9 +475,9 @@ def test_epoch_of_one_minibatch_equals_definition(script, norm_adv):
         return np.asarray(x).astype("f" if x.dtype == float else x.dtype)
 
     params, batch = jax.tree.map(single, (params, batch))
-    epochs = jax.jit(script.update_epochs, static_argnums=0)
+    epochs = jit_args(script.update_epochs, args)
     opt_state, key = script.adam_init(params), jax.random.key(0)
-    ours, _, metrics = epochs(args, params, opt_state, batch, 0.1, key)
+    ours, _, metrics = epochs(params, opt_state, batch, 0.1, key)
     close(ours, expected, rtol=1e-3, atol=1e-3)  # of steps of 0.1
     close(metrics["losses/grad_norm"], norm, rtol=1e-4)
 

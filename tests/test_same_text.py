@@ -39,15 +39,19 @@ DIFFERENT = {
     "record_video": ("ABCD", "a GIF, three panels in an MP4, or a game played again in colour"),
     "save_checkpoint": ("AABA", "one process or several"),
     "check_args": ("ABCD", "each script has flags of its own"),
+    "stop_signals": ("AAAB", "workers of Gymnasium's vector environments inherit the handler"),
     "evaluation_scores": ("ABCD", "success rates, games that report nothing else"),
     "evaluation_summary": ("AAAB", "protocols of evaluation"),
-    "describe": ("AAAB", "protocols of evaluation"),
-    "try_video": ("AABC", "several processes; Atari's `Evaluation` names its episode"),
-    "evaluate_run": ("AABC", "agents of trials, emulators on the host"),
+    "try_video": ("AABA", "only the first of several processes writes"),
+    "evaluate_run": ("AAAB", "emulators on the host"),
+    "start_run": ("AABC", "several devices and processes, a pool of emulators"),
+    "run_updates": ("AABC", "several processes, exceptions of environments on the host"),
+    "finish_run": ("AABA", "several processes"),
     "main": ("AABC", "several processes, a pool of emulators"),
 }
 # Names in backticks that a script need not have itself.
 ELSEWHERE = {
+    "init_mlp": "of CartPole and the swing-up, where the others use flax",
     "adam_update": "of CartPole and the swing-up, where the others use optax",
     "starts_per_update": "of environments whose reset takes long",
     "connect_all": "of Farama's MiniGrid",
@@ -180,9 +184,7 @@ def test_imports(script):
     metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
     declared = {re.match(r"[\w-]+", line)[0]: line for line in metadata["dependencies"]}
     needed = packages(everywhere) - optional
-    assert declared.keys() - {"filelock"} == {
-        {"PIL": "pillow"}.get(package, package) for package in needed
-    }  # JAX imports filelock for its cache
+    assert declared.keys() == {{"PIL": "pillow"}.get(package, package) for package in needed}
     requirements = (ROOT / "requirements.txt").read_text()
     listed = re.findall(r"^[\w-].*?(?= *[#;]|$)", requirements, re.MULTILINE)
     assert set(declared.values()) <= set(listed)  # the same bounds
