@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out gpu.json                     # all of it, in 25 minutes at most
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only correctness learning
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only speed
-    python benchmarks/gpu.py --out gpu.json --only start solve worlds --purejaxrl FOLDER
+    python benchmarks/gpu.py --out gpu.json --only start solve environments --purejaxrl FOLDER
     python benchmarks/gpu.py --out trial.json --smoke           # tiny sizes, for a trial on a CPU
 
 | stage       | what is measured                                                                   |
@@ -14,9 +14,9 @@
 | learning    | steps and seconds of training until the task is solved                             |
 | speed       | steps per second by number of environments                                         |
 | unroll      | the same, seconds to compile and kernels, by the steps in an iteration of a loop   |
-| start       | seconds of a process until the first update, also without what shortens them       |
+| start       | seconds of a process until the first update                                        |
 | solve       | seconds of a process until a task is solved, beside PureJaxRL and Rejax            |
-| worlds      | steps per second and return in Brax, MuJoCo Playground and Craftax                 |
+| environments | steps per second and return in Brax, MuJoCo Playground and Craftax                |
 
 The last three begin no process after five minutes each. A row of `start` and one of ours in `solve`
 is two processes: one with an empty compilation cache, one with what that left there.
@@ -102,7 +102,7 @@ NUM_ENVS = {  # what else is as in `flags`
     MINIGRID: (sps.COMPARED[MINIGRID], (1024, 4096, 16_384)),
     ATARI: ({}, (8, 64, 256)),
 }
-PROCESSES = ("start", "solve", "worlds")  # stages of whole processes, five minutes each
+PROCESSES = ("start", "solve", "environments")  # stages of whole processes, five minutes each
 STARTED = {
     "CartPole": (CARTPOLE, {}),
     "MiniGrid DoorKey-6x6": (MINIGRID, dict(env_id="DoorKey-6x6")),
@@ -294,9 +294,9 @@ def unroll(choice, name, steps, gae_steps):
         return speed(choice, name, {})
 
 
-def start_of(choice, name, flags, without):
+def start_of(choice, name, flags):
     """Where the seconds until the first update go, as start.py has it."""
-    pair = start.pair(name, words_of(flags_of(choice, name, flags)), without)
+    pair = start.pair(name, words_of(flags_of(choice, name, flags)))
     seconds = {kind: row["seconds"]["start"] for kind, row in pair.items()}
     return {"flags": flags, "seconds": seconds, "points": pair}
 
@@ -321,7 +321,7 @@ def solve(choice, task, name):
     return {kind: {key: row[key] for key in keys} for kind, row in rows.items()} | {"points": rows}
 
 
-def world(choice, name, package, flags):
+def environment_row(choice, name, package, flags):
     """What a program of benchmarks/environments says at its end."""
     if importlib.util.find_spec(package) is None:
         return {"skipped": f"{package} is not installed"}
@@ -360,16 +360,15 @@ def measurements(choice):
         for steps, gae_steps in UNROLLED:
             label = f"unroll {name} {steps}, GAE {gae_steps}"
             yield label, functools.partial(unroll, choice, name, steps, gae_steps)
-    for without in ("", *start.WITHOUT):
-        for label, (name, flags) in STARTED.items():
-            label = f"start {label}, {f'without {without}' if without else 'as it is'}"
-            yield label, functools.partial(start_of, choice, name, flags, without)
+    for label, (name, flags) in STARTED.items():
+        yield f"start {label}", functools.partial(start_of, choice, name, flags)
     for task in ("CartPole-v1", "Empty-8x8", "DoorKey-6x6"):
         for name in SOLVED:
             yield f"solve {task} {name}", functools.partial(solve, choice, task, name)
     for name, (package, flags) in WORLDS.items():
         flags = dict(num_envs=1024, num_minibatches=32) | flags
-        yield f"worlds {name}", functools.partial(world, choice, name, package, flags)
+        row = functools.partial(environment_row, choice, name, package, flags)
+        yield f"environments {name}", row
 
 
 # ==================================================================================================

@@ -2,7 +2,6 @@
 
     python benchmarks/start.py --out benchmarks/results/start_cpu.json
     python benchmarks/start.py --script ppo_minigrid_rnn --pairs 3 -- --num-envs 1024
-    python benchmarks/start.py --without side_by_side  # how much that saves, where cores are many
 
 Flags after `--` go to the scripts. Every script runs in pairs of processes: one with an empty
 compilation cache (cold), then one that finds there what the first has compiled (cached). What
@@ -35,7 +34,6 @@ STAGES = {
 }
 PROGRAMS = {"init_states": "compile_init", "update_seeds": "compile_update"}
 SHOWN = "import trace lower compile_init compile_update other start first_update".split()
-WITHOUT = "init_on_cpu", "side_by_side", "untuned"  # what shortens a start
 QUICK = {"ppo_atari_envpool_xla_jax": ["--eval-episodes", "1", "--max-episode-steps", "10"]}
 
 
@@ -44,27 +42,16 @@ def kernels(compiled):
     return compiled.as_text().count(" fusion(")
 
 
-def switch_off(script, without):
-    """Takes one of WITHOUT from a script, before JAX looks for devices."""
-    if without == "init_on_cpu":
-        script.start_device = lambda: None
-    elif without == "side_by_side":
-        script.CPU_CORES = 4  # no more than this compile in turn
-    elif without == "untuned":  # XLA's default: a GPU tries out products of matrices
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=4"
-
-
-def run_script(name, begin, without, words):
+def run_script(name, begin, words):
     """Runs a script's `main` for an update and prints what was measured, a line of JSON.
 
-    `begin` is when the process was started, in seconds since 1970; `without` is for `switch_off`.
+    `begin` is when the process was started, in seconds since 1970.
     """
     seconds = dict.fromkeys([*STAGES.values(), *PROGRAMS.values()], 0.0)
     found = {}
     sys.path.insert(0, str(ROOT))
     script = importlib.import_module(name)
     seconds["import"] = time.time() - begin
-    switch_off(script, without)
 
     def listen(event, duration, fun_name="", **_):
         if "start" not in seconds and event in STAGES:
@@ -81,7 +68,7 @@ def run_script(name, begin, without, words):
 
     def compile(lowered, *inputs, **options):
         compiled = lowered_compile(lowered, *inputs, **options)
-        if "update_seeds" in compiled.as_text()[:100]:  # not the evaluation, beside it
+        if "update_seeds" in compiled.as_text()[:100]:
             found["kernels_update"] = kernels(compiled)
         return compiled
 
@@ -101,32 +88,31 @@ def run_script(name, begin, without, words):
     script.main(words)
     seconds["other"] = seconds["start"] - sum(seconds[key] for key in SHOWN[:5])
     args = script.parse_args(words)
-    device = script.start_device()
-    init = script.jit_function(args, script.init_states, level=0, device=device)
-    init = init.lower(jax.device_put(script.float_inputs(args), device))
+    init = script.jit_function(args, script.init_states, level=0)
+    init = init.lower(script.float_inputs(args))
     found["kernels_init"] = kernels(lowered_compile(init))
     print("\n" + json.dumps({"seconds": seconds, **found}))
 
 
-def measure(name, words, cache, without):
+def measure(name, words, cache):
     """What `run_script` prints in a new process that uses this folder as cache."""
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as the scripts have it
-    command = [sys.executable, __file__, "--child", name, str(time.time()), without, *words]
+    command = [sys.executable, __file__, "--child", name, str(time.time()), *words]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     if result.returncode != 0:
         raise SystemExit(f"error: {name} ended with {result.returncode}:\n{result.stderr[-2000:]}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def pair(name, flags, without=""):
+def pair(name, flags):
     """{"cold": ..., "cached": ...}: what `run_script` measures in two processes with one cache."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--runs-dir", f"{folder}/runs", "--videos-dir", f"{folder}/videos"]
         args = importlib.import_module(name).parse_args(flags)
         words += [*flags, *QUICK.get(name, []), f"--total-timesteps={args.batch_size}"]
         cache = pathlib.Path(folder, "cache")
-        return {kind: measure(name, words, cache, without) for kind in ("cold", "cached")}
+        return {kind: measure(name, words, cache) for kind in ("cold", "cached")}
 
 
 def main():
@@ -134,7 +120,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--script", action="append", help="may be repeated; all without it")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--without", choices=WITHOUT, default="", help="switches it off")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
@@ -147,7 +132,7 @@ def main():
     }
     print(f"{'':34} {'  '.join(SHOWN)}  kernels of init, update")
     for name in choice.script or sorted(path.stem for path in ROOT.glob("ppo_*.py")):
-        pairs = [pair(name, flags, choice.without) for _ in range(choice.pairs)]
+        pairs = [pair(name, flags) for _ in range(choice.pairs)]
         for kind in ("cold", "cached"):
             measured = [one[kind] for one in pairs]
             row = {key: value for key, value in measured[0].items() if key != "seconds"}
@@ -164,7 +149,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        run_script(sys.argv[2], float(sys.argv[3]), sys.argv[4], sys.argv[5:])
+        run_script(sys.argv[2], float(sys.argv[3]), sys.argv[4:])
     else:
         sys.path.insert(0, str(ROOT))
         main()

@@ -4,7 +4,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import MODULES, QUICK, ROOT, arrays_of, environment, scalars, words_of
+from conftest import QUICK, ROOT, arrays_of, environment, scalars, words_of
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -87,9 +86,9 @@ def test_gpu_program(tmp_path):
     env = environment(1) | {"PYTHONPATH": str(tmp_path)}
     program = [sys.executable, str(FOLDER / "gpu.py"), "--out", str(out)]
     unroll = "unroll ppo_cartpole_jax 1, GAE 1"  # as a script has it on a CPU
-    start, solve = "start CartPole, without side_by_side", "solve CartPole-v1 ours"
+    start, solve = "start CartPole", "solve CartPole-v1 ours"
     stages = ["correctness ppo_cartpole", "learning swing-up 1", unroll, start, solve]
-    stages += ["solve CartPole-v1 purejaxrl", "worlds brax"]
+    stages += ["solve CartPole-v1 purejaxrl", "environments brax"]
     command = [*program, "--smoke", "--only", *stages]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -105,7 +104,7 @@ def test_gpu_program(tmp_path):
         assert rows[solve][kind]["steps"] == 128 and not rows[solve][kind]["solved"]
     assert "skipped" in rows["solve CartPole-v1 purejaxrl"]
     if importlib.util.find_spec("brax") is None:
-        assert rows["worlds brax_physics"]["skipped"] == "brax is not installed"
+        assert rows["environments brax_physics"]["skipped"] == "brax is not installed"
     subprocess.run([*command, "--minutes", "0"], env=env, check=True)
     later = json.loads(out.read_text())["rows"]
     assert all(later[name] == row or "skipped" in row for name, row in rows.items())
@@ -129,16 +128,16 @@ def test_trainings_on_a_gpu_end(monkeypatch):
         assert 10 <= args.num_updates <= 10_000 and args.total_timesteps <= 20e6
 
 
-def test_world_on_a_gpu(monkeypatch):
-    """A row of gpu.py's `worlds`, which of a program that fails says how."""
+def test_environment_on_a_gpu(monkeypatch):
+    """A row of gpu.py's `environments`, which of a program that fails says how."""
     pytest.importorskip("gymnax")
     monkeypatch.syspath_prepend(str(FOLDER))
     gpu = importlib.import_module("gpu")
     choice = types.SimpleNamespace(smoke=True, stage_end=time.time() + 300)
-    row = gpu.world(choice, "gymnax_minatar", "gymnax", {})
+    row = gpu.environment_row(choice, "gymnax_minatar", "gymnax", {})
     assert row["sps"] > 0 and row["total_timesteps"] == 128 and row["eval_return_mean"] >= 0
     with pytest.raises(RuntimeError, match="No such file"):
-        gpu.world(choice, "tetris", "gymnax", {})
+        gpu.environment_row(choice, "tetris", "gymnax", {})
 
 
 @pytest.mark.quick
@@ -162,32 +161,6 @@ def test_flags_without_tyro(name, monkeypatch):
             assert repr(without_tyro.cli(kind, flags, default)) == repr(expected)
     monkeypatch.setattr(sys, "argv", ["x.py", "--seed", "4"])
     assert without_tyro.cli(kind) == kind(seed=4)
-
-
-@pytest.mark.quick
-def test_starts_without(monkeypatch):
-    """What start.py switches off is off: asked of a script as on a GPU."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    start, script = importlib.import_module("start"), MODULES[0]
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [backend or "gpu"])
-    monkeypatch.setattr(script, "start_device", script.start_device)  # both come back
-    monkeypatch.setattr(script, "CPU_CORES", 16)
-    options = []
-    monkeypatch.setattr(jax, "jit", lambda function, **more: options.append(more))
-
-    def found():
-        script.jit_function(script.Args(), script.update_seeds)
-        return script.start_device(), script.CPU_CORES > 4, "compiler_options" in options.pop()
-
-    expected = ["cpu", True, True]
-    assert list(found()) == expected
-    for place, (name, off) in enumerate(zip(start.WITHOUT, (None, False, False), strict=True)):
-        start.switch_off(script, name)
-        expected[place] = off
-        assert list(found()) == expected
-    assert os.environ["XLA_FLAGS"].split() == ["--xla_gpu_autotune_level=4"]
 
 
 def test_compare(tmp_path):
