@@ -13,24 +13,18 @@
     python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # resumes an interrupted run, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluates a saved run, records a video
-
-The environments are the 76 ids of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no
-wave function collapse: same ids, encoding, rules, missions and distributions of levels.
-
-Memory tasks need more exploration:
-
+    # Memory tasks need more exploration.
     python ppo_minigrid_rnn.py --env-id MemoryS9 --total-timesteps 4e6 --num-envs 256 \
         --num-minibatches 8 --update-epochs 4 --gae-lambda 0.95 --norm-adv --ent-coef 0.03
-
-Rare rewards need larger batches and more epochs. If random play hardly ever succeeds,
-benchmarks/minigrid_count_bonus.py adds an exploration bonus:
-
+    # Rare rewards need larger batches and more epochs.
     python ppo_minigrid_rnn.py --env-id UnlockPickup --total-timesteps 6e6 --num-steps 128 \
         --update-epochs 4
-
-Meta-learning plays several episodes on each level, see `Trials`:
-
+    # Meta-learning plays several episodes on each level, see `Trials`.
     python ppo_minigrid_rnn.py --env-id FourRooms --episodes-per-trial 4 --total-timesteps 5e6
+
+The environments are the 76 ids of Farama's MiniGrid 3.x (https://minigrid.farama.org) that need no
+wave function collapse: same ids, encoding, rules, missions and distributions of levels. If random
+play hardly ever succeeds, benchmarks/minigrid_count_bonus.py adds an exploration bonus.
 
 These are the hyperparameters of XLand-MiniGrid's recurrent PPO. (Its agent observes codes as
 numbers and no direction, keeps its recurrent state across episodes, treats truncation as
@@ -43,15 +37,14 @@ termination and has other initial gains.)
 
 ppo_cartpole_jax.py explains PPO. Recurrence changes three things:
 
-    - The agent sees a small part of the level and remembers the rest, so `forward` takes sequences
-      and a recurrent state.
-    - Minibatches consist of whole environments, [T, M]. Gradients pass through all steps of a
-      rollout, but not beyond.
-    - The value of a truncated episode's last observation depends on the agent's memory of this
-      episode, so `rollout` returns both.
+- The agent sees a small part of the level and remembers the rest. So `forward` takes sequences and
+  a recurrent state.
+- Minibatches consist of whole environments, [T, M]. Gradients pass through all steps of a rollout,
+  but not beyond.
+- The value of a truncated episode's last observation depends on the agent's memory of this episode,
+  so `rollout` returns both.
 
 The sections above "Running" contain the algorithm for one agent. "Running" trains it from a shell.
-"Catalogue" contains the levels.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features, Y, X rows and
@@ -226,7 +219,7 @@ class Args:
 #     Agent         CODE_LAYERS to MISSION_FEATURES; patches to Encoder
 #     Running       print_envs; in `main` the statement with `args.list_envs`
 #     Catalogue     memory_end to draw_view
-# Rewrite: make_env, encode (the docstrings state what your versions need). Keep: TrialState, Trials.
+# Rewrite: make_env, encode (see their docstrings). Keep: TrialState, Trials.
 
 # --- Cells and words ---
 
@@ -241,8 +234,8 @@ NUM_CELLS = 128  # number of values of a cell
 class Kind(NamedTuple):
     """A kind of cell. `MiniGrid.transition` defines the effect of toggling it.
 
-    A new kind needs a row in KINDS and, to be drawn, one in PICTURES. A new object code needs an
-    environment with larger `code_sizes`, because the agent does not see codes beyond them.
+    A new kind needs a row in KINDS and an image in PICTURES. A new object code needs an environment
+    with larger `code_sizes`: the agent does not see codes beyond them.
     """
 
     object: int  # Farama's code
@@ -336,8 +329,7 @@ def put(grid, cells, value):
 # --- The view ---
 
 # The agent sees 7x7 cells. It stands in the middle of the last row and faces the first. Levels that
-# `see_through_walls` work with any odd VIEW; `spread_light` and the bits in `MiniGrid.view` require
-# 7.
+# `see_through_walls` work with any odd VIEW; others require 7.
 VIEW = 7
 AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # the agent's cell, counted row by row
 TILE = 8  # pixels per cell in the view of --img-obs
@@ -345,12 +337,7 @@ TILE = 8  # pixels per cell in the view of --img-obs
 
 @functools.cache
 def view_table(width, height):
-    """Cells in the agent's view, [4 G, 49], indexed by position * 4 + direction; -1 is outside the
-    grid.
-
-    The view is a 7x7 square in front of the agent, rotated so that the agent looks up. Rows run
-    from far to near, columns from the agent's left to its right.
-    """
+    """Cells in the agent's view, [4 G, 49], by position * 4 + direction; -1 is outside the grid."""
     position_and_direction = np.arange(width * height * 4)[:, None]
     position, direction = position_and_direction // 4, position_and_direction % 4
     row, column = np.arange(VIEW**2) // VIEW, np.arange(VIEW**2) % VIEW
@@ -368,16 +355,13 @@ def view_table(width, height):
 def spread_light(clear, lit):
     """Propagates light along one row of the view and to the row ahead.
 
-    Rows are 7-bit integers. Bit i is column i, so column 0 is printed last. `clear` marks the
-    transparent cells, `lit` the cells lit by the row behind. Returns (visible cells of this row,
-    lit cells of the row ahead).
+    Rows are 7-bit integers; bit i is column i. `clear` marks transparent cells, `lit` the cells lit
+    by the row behind. Returns (visible cells of this row, lit cells of the row ahead).
 
-    This is Farama's `Grid.process_vis` without a loop over columns. Light sweeps from left to right
-    and then back. In each sweep a lit, clear cell lights the next cell of the sweep and the cells
-    ahead of both. The last cell of a sweep lights no others.
-
-    With walls in columns 1 and 5, light from column 3 stops at the walls. Columns 2 to 4 light the
-    cells ahead of them and of their neighbors, columns 1 to 5:
+    This is Farama's `Grid.process_vis` without a loop over columns. Light sweeps from left to
+    right, then back. A lit, clear cell lights the next cell of the sweep and the cells ahead of
+    both, except at the end of the sweep. Here walls in columns 1 and 5 stop the light from column
+    3:
 
     >>> seen, ahead = spread_light(clear=0b1011101, lit=0b0001000)
     >>> f"{seen:07b} {ahead:07b}"
@@ -463,12 +447,9 @@ class MiniGrid:
     Dynamic-Obstacles has the actions 0 to 2. Walking into anything except the goal is a collision,
     which terminates the episode with reward -1. Playground has no goal.
 
-    The mission is a sentence that states the task. Four families cannot be solved without it: their
-    agents observe the words that vary, as numbers. In LockedRoom, KeyCorridor and UnlockPickup the
-    level itself shows the task.
-
-    MiniGrid is partially observable. The agent sees the cells in front of it, up to walls and
-    closed doors, and must remember the rest.
+    The agent sees only the cells in front of it, up to walls and closed doors. The mission is a
+    sentence that states the task. Agents observe its variable words, as numbers, in the four
+    families that cannot be solved without them.
 
     A new level is a function like `lava_gap_level` and a row in `TABLE`, see the section Catalogue.
     Width, height and time limit are the same in all levels of an id. A smaller room occupies a
@@ -580,11 +561,10 @@ class MiniGrid:
         return after, reward.astype(jnp.float32), success | failure
 
     def move_obstacles(self, key, state):
-        """Moves the obstacles one after another; returns their cells [num_obstacles].
+        """The obstacles' next cells [num_obstacles]; each moves to a random free cell around it.
 
-        Each obstacle moves to a random free cell around it, or stays if there is none. Farama tries
-        101 random cells. The probability that all miss the only free cell is below 1e-5 and is
-        ignored here.
+        Farama tries 101 random cells. The probability that all miss the only free one is below 1e-5
+        and is ignored here.
         """
         around = [y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)]
         around = np.array(around, np.int32)
@@ -593,7 +573,7 @@ class MiniGrid:
         moved = []
         for old, uniform in zip(state.marks, uniforms, strict=True):
             free = at(grid, old + around) == EMPTY
-            chosen = jnp.minimum(pick(uniform, free), len(around) - 1)  # `pick` returns 9 if none is free
+            chosen = jnp.minimum(pick(uniform, free), len(around) - 1)  # 9 if none is free
             new = old + at(around, chosen)
             new = jnp.where(free.any(), new, old)
             grid = put(grid, old, EMPTY)
@@ -604,9 +584,9 @@ class MiniGrid:
     def view(self, state):
         """The cells [7, 7] (row, column) of the agent's view; UNSEEN if hidden.
 
-        Rows run from far to near, columns from the agent's left to its right. The agent stands in
-        the middle of the last row. Its cell shows the object that it carries. Cells outside the
-        grid look like walls.
+        Rows run from far to near, columns from the agent's left to its right. The agent's cell, in
+        the middle of the last row, shows the carried object. Cells outside the grid look like
+        walls.
 
         A level of DoorKey (# wall, X locked door, K key, G goal) and the agent's view (? hidden):
         the agent is in the top left corner of the grid and looks down, so the door is on its left.
@@ -727,17 +707,14 @@ class Trials:
     """An environment whose episodes are trials: C consecutive episodes on the same level.
 
     This is meta-reinforcement learning as in RL^2 (arXiv:1611.02779). Across trials, PPO trains the
-    weights. Within a trial the weights are fixed, and the hidden state learns the level. The hidden
-    state, the return and the sum of TD errors continue through the trial. So exploration in the
-    first episode pays if it improves later ones.
+    weights. Within a trial the weights are fixed and the hidden state learns the level. Hidden
+    state, return and TD errors continue through the trial, so exploration in the first episode pays
+    if it improves later ones. All episodes of a trial have the same initial state. The observation
+    "restarted" marks a new episode. The trial terminates with its last episode, even at the time
+    limit.
 
-    All episodes of a trial have the same initial state. The observation "restarted" marks a new
-    episode; previous reward and action show how the last one ended. The trial terminates with its
-    last episode, even if that one reached the time limit.
-
-    Discounting also continues: with C episodes of about n steps, gamma should be well above 1 - 1 /
-    (C n). Gradients pass through one rollout only, so remembering should pay within `num_steps`
-    steps.
+    With C episodes of about n steps, gamma should be well above 1 - 1 / (C n). Gradients pass
+    through one rollout only, so remembering should pay within `num_steps` steps.
     """
 
     env: Any
@@ -802,10 +779,9 @@ class Trials:
 
 
 def full_id(text):
-    """The full id of an environment, of which "MiniGrid-" and the version may be omitted.
+    """The full id of an environment; "MiniGrid-" and the version may be omitted.
 
     Without a version, the id is the newest one. If Farama has only -v0, -v1 also refers to it.
-    Other ids are returned unchanged.
     """
     name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
     for known in (name, f"{name}-v1", f"{name}-v0", name.removesuffix("-v1") + "-v0"):
@@ -942,10 +918,10 @@ def patches(x, size, stride):
 
 
 def one_hot_codes(x, sizes):
-    """One-hot encoding [F, ...] bool of codes, or of patches of codes.
+    """One-hot encoding of codes, or of patches of codes; `sizes` are the numbers of values.
 
-    `sizes` are the numbers of values. With `CODE_SIZES`, patches [4 * 3, ...] give [4 * (11 + 6 +
-    3), ...]. Codes are categories: 6 (a ball) is not twice 3 (floor).
+    Patches [4 * 3, ...] give [4 * (11 + 6 + 3), ...] bool. Codes are categories: 6 (a ball) is not
+    twice 3 (floor).
     """
     rest = x.shape[1:]
     one_hot = []
@@ -957,10 +933,7 @@ def one_hot_codes(x, sizes):
 
 
 class Encoder(nn.Module):
-    """Three convolutions over the codes of a view, or four over its pixels.
-
-    [T, M, 7, 7, 3] (or [T, M, 56, 56, 3]) -> [F, M, T]. A smaller view has fewer convolutions.
-    """
+    """Convolutions over the codes or pixels of a view: [T, M, 7, 7, 3] -> [F, M, T]."""
 
     pixels: bool
     code_sizes: tuple = CODE_SIZES
@@ -982,8 +955,6 @@ class Encoder(nn.Module):
 class GRU(nn.Module):
     """Gated recurrent unit, arXiv:1406.1078, with the reset gate of PyTorch and cuDNN.
 
-    With input x, hidden state h, weights W and U, and biases b and c:
-
         reset = sigmoid(W_r x + b_r + U_r h)           fraction of h that the new content uses
         keep  = sigmoid(W_k x + b_k + U_k h)           fraction of h that stays ("update gate")
         new   = tanh(W_n x + b_n + reset * (U_n h + c))
@@ -991,11 +962,9 @@ class GRU(nn.Module):
 
     At keep = 1 a unit passes on its content, and backwards in time its gradient, unchanged. With a
     constant keep = s / (1 + s) it forgets in about s steps. The initial bias b_k = log(s), with s
-    uniform in [1, max_span], gives the units different time spans (arXiv:1804.11188).
-
-    The gradient of the loss at step t passes back through all earlier steps (backpropagation
-    through time). It stops at the first step of the rollout, whose hidden state is a constant, and
-    at the start of an episode, where zeros replace the hidden state.
+    uniform in [1, max_span], gives the units different time spans (arXiv:1804.11188). The gradient
+    of the loss at step t passes back through all earlier steps, up to the first step of the rollout
+    or the start of the episode.
     """
 
     size: int
@@ -1036,10 +1005,10 @@ class GRU(nn.Module):
 
 
 def encode(args, env, obs):
-    """Features [F, M, T] of the observations in `Inputs`, [T, M, ...].
+    """Features [F, M, T] of the observations in `Inputs`, [T, M, ...]; may contain flax layers.
 
-    Rewrite it for other observations. It may contain flax layers, because `ActorCritic` calls it.
-    Environments precede steps, so that their merged axis can be sharded over devices.
+    Rewrite it for other observations. Environments precede steps, so that their merged axis can be
+    sharded over devices.
     """
     if not hasattr(env, "code_sizes"):
         raise TypeError("observations of other environments need another `encode`")
@@ -1064,14 +1033,11 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, inputs, rnn_state):
-        """Returns logits [T, M, A], values [T, M] and recurrent states [T, M, L, H] after each
-        step.
-
-        `inputs` are `Inputs` of [T, M]; `rnn_state` [M, L, H] is the state before the first step.
-        """
+        """Logits [T, M, A], values [T, M] and recurrent states [T, M, L, H] after each step."""
         args, num_actions = self.args, self.env.num_actions
 
         # --- Inputs of each step: [F, M, T] ---
+        # At a start, the previous action is an extra code and the previous reward is 0.
         prev_action = jnp.where(inputs.start, num_actions, inputs.prev_action)
         prev_action = jax.nn.one_hot(prev_action.T, num_actions + 1, axis=0)
         prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
@@ -1121,15 +1087,12 @@ def init_agent(args, key, env):
 
 
 def forward(args, params, inputs, rnn_state):
-    """Policy, values [T, M] and recurrent states [T, M, ...] for `Inputs` of [T, M].
+    """Policy, values [T, M] and recurrent states [T, M, ...] after each step of `Inputs` [T, M].
 
-    `rnn_state` [M, ...] is the state before the first step; the returned states are those after
-    each step. `rollout` calls this with T = 1. The loss calls it with all T steps, which gives the
-    gradient through time. In all epochs the loss starts from the `rnn_state` of the rollout,
-    although newer parameters would give another one.
-
-    If `inputs.start` is set, hidden state, previous action and previous reward belong to another
-    level and are ignored.
+    `rnn_state` [M, ...] is the state before the first step. `rollout` calls this with T = 1. The
+    loss calls it with all T steps, which gives the gradient through time; in all epochs it starts
+    from the `rnn_state` of the rollout. If `inputs.start` is set, hidden state, previous action and
+    previous reward belong to another level and are ignored.
     """
     if inputs.start.ndim != 2:
         raise ValueError(
@@ -1161,10 +1124,7 @@ def init_agent_state(args, num_envs):
 
 
 def agent_state_after(rnn_state, action, reward):
-    """The `AgentState` of [N] after a step, as if the episode continued.
-
-    The value of a truncated episode requires it. For a new episode the caller sets `start`.
-    """
+    """The `AgentState` [N] after a step of an episode that continues; else set `start`."""
     return AgentState(
         rnn_state=rnn_state,
         prev_action=action,
@@ -1558,10 +1518,7 @@ def reduce_metrics(metrics):
 
 
 def spread(minibatch):
-    """Shards the environments of a minibatch over the devices of the current mesh, if there is one.
-
-    Without this each device would process the whole minibatch, because shuffling mixes devices.
-    """
+    """Shards a shuffled minibatch [T, M] over the devices of the current mesh, if there is one."""
     if jax.sharding.get_abstract_mesh().empty:
         return minibatch
     return jax.lax.with_sharding_constraint(minibatch, jax.P(None, "devices"))
@@ -1818,10 +1775,7 @@ def make_mesh(args):
 
 
 def state_shardings(mesh):
-    """Shardings of a `TrainState` of K agents, a prefix of its pytree.
-
-    Environments, the second axis of [K, N, ...], are split among devices; the rest is replicated.
-    """
+    """Shardings of a `TrainState`: environments, axis 1, are split; the rest is replicated."""
     shardings = dict.fromkeys(TrainState._fields, jax.NamedSharding(mesh, jax.P()))
     for name in ("env_state", "agent_state", "stats"):
         shardings[name] = jax.NamedSharding(mesh, jax.P(None, "devices"))
@@ -1831,8 +1785,7 @@ def state_shardings(mesh):
 def join_processes(args):
     """Starts JAX's distributed runtime; returns the `Args` of this process.
 
-    All processes run the same code. All except the first one write to a temporary folder and print
-    nothing.
+    All processes except the first one write to a temporary folder and print nothing.
     """
     # JAX's preemption service would catch SIGTERM before `stop_signals`.
     jax.config.update("jax_enable_preemption_service", False)
@@ -2415,18 +2368,17 @@ def fetch_end(env, before, action, after):
 def go_to_end(env, before, action, after):
     """Success: done next to the marked cell. Failure: done elsewhere, or any toggle."""
     distance = jnp.abs(after.position - after.marks[0])
-    # Cells 1 apart may also be the last of a row and the first of the next one. But the agent never
-    # is in the outer columns.
+    # A distance of 1 could also join two rows, but the agent is never in the outer columns.
     is_beside = (distance == 1) | (distance == env.width)
     is_done = action == DONE
     return is_done & is_beside, (is_done & ~is_beside) | (action == TOGGLE)
 
 
 def put_near_end(env, before, action, after):
-    """Success: the agent drops an object next to the marked cell, diagonally or not.
+    """Success: the agent drops its object next to the mark, the target's initial cell.
 
-    Failure: it drops the object elsewhere, tries to drop it where there is no room, or picks up an
-    object that the mission does not name first. The mark is the initial cell of the second object.
+    Failure: it drops the object elsewhere, cannot drop it, or picks up an object that the mission
+    does not name first.
     """
     colour, thing, _, _ = after.mission
     takes_wrong = (after.carrying != EMPTY) & (after.carrying != named(colour, thing))
@@ -2451,10 +2403,7 @@ def below(uniform, n):
 
 
 def several_below(uniform, *sizes):
-    """Independent random integers below each of `sizes`: the digits of one uniform number.
-
-    A uniform number has 23 random bits, so the product of the sizes must be far below 2^23.
-    """
+    """Independent random integers below `sizes`; their product must be far below 2^23."""
     rest = below(uniform, math.prod(sizes))
     digits = []
     for size in sizes:
@@ -2476,10 +2425,7 @@ def pick(uniform, allowed):
 
 
 def random_cell(uniform, grid, region=True, taken=-1):
-    """A random empty cell of a region (bool [G]), not `taken`.
-
-    If there is none, the result is G, outside the grid: `put` then changes nothing.
-    """
+    """A random empty cell of a region (bool [G]), not `taken`; if none, G, which `put` ignores."""
     return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
 
 
@@ -2579,10 +2525,10 @@ def dist_shift_level(env, draw, second_row):
 
 
 def crossing_level(env, draw, num_crossings, obstacle):
-    """Rivers of lava or wall with openings along a random path to the goal.
+    """Rivers of lava or wall, in even rows and columns; each has an opening.
 
-    Rivers are in even rows and columns. The path leads right and down from room to room. The
-    opening of a river is at a random place between the rivers already crossed and the next ones.
+    The openings are along a random path that leads right and down to the goal, each at a random
+    place between the rivers already crossed and the next ones.
     """
     for_river, for_order, for_opening = draw(3, num_crossings)
     x, y = coordinates(env)
@@ -2619,10 +2565,7 @@ def crossing_level(env, draw, num_crossings, obstacle):
 
 
 def memory_level(env, draw, random_length=False):
-    """A key or ball in the start room; a hallway leads to one of each. The task: go to the same.
-
-    Marks: the cells next to the matching and next to the other object.
-    """
+    """Go to the object shown in the start room. Marks: next to this one, next to the other."""
     for_length, for_object, for_side, for_agent = draw(4)
     x, y = coordinates(env)
     middle = env.height // 2
@@ -2649,10 +2592,7 @@ def memory_level(env, draw, random_length=False):
 
 
 def two_rooms(env, for_door, for_colour, for_key, for_behind, for_agent, key, before, behind):
-    """Two rooms with a locked door between them; agent and key in the left one. Mark: the door.
-
-    `key` is KEY or KEY_BOX, `before` is in front of the door, `behind` in the right room.
-    """
+    """Agent, key, a locked door with `before` in front, `behind` in the next room. Mark: door."""
     x, y = coordinates(env)
     wall = 5
     door = (1 + below(for_door, 4)) * env.width + wall
@@ -2687,10 +2627,7 @@ def obstructed_pair_level(env, draw, hidden, blocked=False):
 
 
 def red_blue_doors_level(env, draw):
-    """The agent in a middle room, a red door in its left wall and a blue one in its right wall.
-
-    Marks: the red and the blue door.
-    """
+    """A room with a red door in its left, a blue one in its right wall. Marks: both."""
     for_red, for_blue, for_agent, for_direction = draw(4)
     x, _ = coordinates(env)
     left = env.height // 2
@@ -2705,7 +2642,7 @@ def red_blue_doors_level(env, draw):
 
 
 def key_corridor_level(env, draw):
-    """Rooms beside a hallway: a key in a left one, a ball in a locked one on the right.
+    """Rooms along a hallway: a key in a left one, a ball in a locked one on the right.
 
     Farama's `connect_all` adds doors in random order until every room is reachable. Equivalently,
     each possible door gets a random opening time; doors open until the last room becomes reachable.
@@ -2839,10 +2776,9 @@ def obstructed_maze_level(
 ):
     """Nine rooms with a blue ball behind locked doors in one of `num_quarters` corners.
 
-    Doors connect the middle room with as many side rooms. Each side room has two locked doors to
-    corners and contains their keys, optionally `hidden` in boxes. Green balls may block these
-    doors. Without `keys_last` the ball before the second door may replace the first key, as in
-    Farama's -v0, and the level may be unsolvable.
+    Doors connect the middle room with as many side rooms. Each side room has two locked doors,
+    maybe blocked by green balls, and contains their keys, optionally `hidden` in boxes. Without
+    `keys_last` a ball may replace a key, as in Farama's -v0, and the level may be unsolvable.
     """
     for_colours, for_ball_corner, for_ball_place, for_agent = draw(4)
     for_middle_door = draw(num_quarters)
@@ -2908,11 +2844,10 @@ class Rooms(NamedTuple):
 def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     """A chain of rooms of random sizes joined by doors; agent in the first, goal in the last.
 
-    Farama adds rooms, each with up to eight tries, and restarts until the chain is complete. Here
-    `num_chains` chains are built in parallel. The first complete one counts, which gives the same
-    distribution. For the numbers in `TABLE` the probability that none is complete is below 4e-7
-    (measured on a million chains per id). The level is then the longest chain, with the goal at its
-    end.
+    Farama adds rooms, each with up to eight tries, and restarts until the chain is complete. The
+    same distribution results from the first complete one of `num_chains` parallel chains. If none
+    is complete, the longest one counts (probability below 4e-7 in `TABLE`, measured on a million
+    chains per id).
     """
     num_tries = 8
     sizes = max_size - 3  # number of sizes, 4 to `max_size`, walls included
@@ -2922,6 +2857,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     for_doors = draw(num_rooms - 1)
 
     # --- The first rooms [chains]: uniform over all places and sizes that fit ---
+    # Like Farama's check, this leaves the last row of the grid free.
     corner, size = np.arange(env.width - 2)[:, None], np.arange(4, max_size + 1)
     lefts, widths = np.nonzero(corner + size <= env.width)
     tops, heights = np.nonzero(corner + size < env.height)
@@ -2934,6 +2870,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     )
 
     # --- Another room: the first of eight tries [chains, 8] that fits ---
+    # A scan: XLA takes minutes to compile five copies.
     def add_room(carry, inputs):
         room, entry_wall, is_whole, others = carry
         number, for_shape, for_door, for_place = inputs
@@ -2976,7 +2913,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     number = jnp.arange(num_rooms - 1)
     _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
 
-    # --- Draws the longest chain ---
+    # --- Draw the longest chain ---
     chain = is_whole.sum(0).argmax()
     length = 1 + is_whole[:, chain].sum()
     rooms = jax.tree.map(
@@ -3045,11 +2982,7 @@ def go_to_door_level(env, draw):
 
 
 def different_objects(env, draw, grid, num_objects, apart=False):
-    """Places keys, balls and boxes, all different, in free cells of a grid.
-
-    With `apart` no two are neighbors, not even diagonally. Returns (grid, objects [num_objects],
-    their cells [num_objects]).
-    """
+    """Places objects, all different, with `apart` no neighbors: (grid, objects, their cells)."""
     x, y = coordinates(env)
     numbers = np.arange(3 * 6)
     is_unused, is_apart = np.ones(3 * 6, bool), True
@@ -3264,7 +3197,7 @@ LAVA_WAVES = [  # three waves of four strokes, down and up
     for y in (0.3, 0.5, 0.7)
     for x, low in ((0.1, 0), (0.3, 0.1), (0.5, 0), (0.7, 0.1))
 ]
-PICTURES = {  # shapes of each kind, drawn in this order
+PICTURES = {  # shapes of each kind, in drawing order
     WALL: [WHOLE_TILE],
     FLOOR: [Rectangle(0.031, 1, 0.031, 1, 0.5)],
     DOOR_OPEN: [Rectangle(0.88, 1, 0, 1, 1), Rectangle(0.92, 0.96, 0.04, 0.96, 0)],
@@ -3319,11 +3252,7 @@ def covers(shape, x, y):
 
 @functools.cache
 def draw_tile(cell, direction, lit, size):
-    """Draws a cell as Farama does, brighter if `lit`; uint8 [size, size, 3].
-
-    With a `direction` the cell contains the agent. The image is drawn three times as large and
-    averaged.
-    """
+    """Draws a cell [size, size, 3] uint8 as Farama does, with the agent if `direction` is given."""
     pixels = 3 * size
     y, x = (np.indices((pixels, pixels)) + 0.5) / pixels
     kind = kind_of(cell)
@@ -3350,7 +3279,7 @@ def draw_tile(cell, direction, lit, size):
 
 @functools.cache
 def tile_rows():
-    """The pixel rows of all tiles, then of all tiles with the agent, uint8 [2 * 128 * 8, 8 * 3]."""
+    """The pixel rows of all tiles, without and with the agent, uint8 [2 * 128 * 8, 8 * 3]."""
     tiles = [draw_tile(cell, None, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
     up = 3  # the agent's direction in its view
     tiles += [draw_tile(cell, up, cell != UNSEEN, TILE) for cell in range(NUM_CELLS)]
