@@ -1,17 +1,15 @@
-"""Curves and human-normalised scores of Atari runs, read from their folders.
+"""Learning curves and human-normalized scores of Atari runs.
 
     python benchmarks/atari_curves.py runs/Pong-v5__* runs/Breakout-v5__*
     python benchmarks/atari_curves.py runs/<run_name> --out curves --commit 96b6b48
 
-Draws <out>.png: for every game the returns of training games (means over the last finished game of
-each environment, smoothed) over steps, by seed and the flags in which runs differ, beside the
-published scores of random play, a human tester and CleanRL (atari_scores.json). Writes <out>.json:
-of every run its last evaluation, the human-normalised score, hours, how many processes trained it,
-and the curve.
+Writes <out>.png with one panel per game: smoothed training returns over steps, labeled by seed and
+by the flags that differ, and published scores of random play, a human tester and CleanRL
+(atari_scores.json). Writes <out>.json with the last evaluation, the human-normalized score, hours,
+number of processes and curve of every run.
 
-A run that was resumed is one curve: what a process had logged after the checkpoint with which the
-next one began is left out. Hours are those in which processes trained, including what was lost that
-way and including evaluations during training; the time between two processes does not count.
+A resumed run has one curve, without the points that a process logged after its last checkpoint.
+Hours include evaluations and lost updates, but not the time between two processes.
 """
 
 import argparse
@@ -25,7 +23,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "atari_curves"
 SCORES = json.loads((ROOT / "benchmarks" / "atari_scores.json").read_text())["games"]
-LINES = {  # what they are, and how they are drawn
+LINES = {  # label, line style
     "random": ("random play, published", "dotted"),
     "human": ("human tester, published", "dashed"),
     "cleanrl": ("CleanRL's documentation, 10 million steps", "dashdot"),
@@ -33,7 +31,7 @@ LINES = {  # what they are, and how they are drawn
 
 
 def human_normalized(env_id, score):
-    """0 for random play, 1 for the human tester; None for games without published scores."""
+    """0: random play, 1: human tester; None for games without published scores."""
     published = SCORES.get(env_id.removesuffix("-v5"))
     if published is None:
         return None
@@ -41,15 +39,15 @@ def human_normalized(env_id, score):
 
 
 def read_curve(folder, tag="charts/episodic_return"):
-    """The curve of one agent and how many processes trained it.
+    """Returns ([(steps, hours, value)], number of processes) of one agent.
 
-    `folder` holds its event files, one of every process. Returns ([(steps, hours, value)], number).
+    `folder` contains one event file per process.
     """
     curve, seconds_before, processes = [], 0.0, 0
-    for path in sorted(folder.glob("events.out.tfevents.*")):  # named after the time they began
+    for path in sorted(folder.glob("events.out.tfevents.*")):  # names contain the start time
         start = None
         for event in LegacyEventFileLoader(str(path)).Load():
-            if event.HasField("session_log"):  # training begins, or goes on, after this step
+            if event.HasField("session_log"):  # training starts after this step
                 start = event.wall_time
                 processes += 1
                 curve = [point for point in curve if point[0] <= event.step]
@@ -65,7 +63,7 @@ def read_curve(folder, tag="charts/episodic_return"):
 
 
 def read_run(run_dir):
-    """What <out>.json says of a run; curves of all its agents."""
+    """Returns the entry of a run in <out>.json, with the curves of all its agents."""
     args = json.loads((run_dir / "args.json").read_text())
     summary = {}
     if (run_dir / "summary.json").is_file():
@@ -80,7 +78,7 @@ def read_run(run_dir):
         folder = run_dir / f"seed_{seed}" if args["num_seeds"] > 1 else run_dir
         curves[seed], processes = read_curve(folder)
         if not curves[seed]:
-            raise SystemExit(f"error: no game has ended yet in {folder}")
+            raise SystemExit(f"error: no finished game in {folder}")
     steps, hours, _ = curves[args["seed"]][-1]
     return {
         "env_id": args["env_id"],
@@ -97,7 +95,7 @@ def read_run(run_dir):
 
 
 def smooth(values, width):
-    """Means over the last `width` values."""
+    """Moving average over the last `width` values."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - width, 0)
@@ -105,7 +103,7 @@ def smooth(values, width):
 
 
 def draw(runs, path):
-    """Return over steps, a panel for each game."""
+    """Plots return over steps, one panel per game."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,7 +127,7 @@ def draw(runs, path):
             label, linestyle = LINES[name]
             line = dict(color="gray", linestyle=linestyle, linewidth=1)
             axes.plot([], [], label=f"{label}: {value:,.1f}", **line)
-            if value < high + 3 * (high - low):  # else it would press the curve flat
+            if value < high + 3 * (high - low):  # a higher line would flatten the curve
                 axes.axhline(value, **line)
         axes.set(xlabel="million environment steps", ylabel="return", title=game)
         axes.legend()
@@ -140,8 +138,8 @@ def draw(runs, path):
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs")
-    parser.add_argument("--commit", help="the commit that played, for the record")
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="run folders")
+    parser.add_argument("--commit", help="commit of the script, stored in the JSON file")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="path without suffix")
     choice = parser.parse_args()
     runs = {run_dir.resolve().name: read_run(run_dir) for run_dir in choice.runs}
@@ -152,14 +150,14 @@ def main():
         if "eval_return_mean" in run:
             text += f", {run['eval_mode']} return {run['eval_return_mean']:.2f}"
         if run.get("human_normalized_score") is not None:
-            text += f", human-normalised {run['human_normalized_score']:.2f}"
+            text += f", human-normalized {run['human_normalized_score']:.2f}"
         print(text)
         for seed, curve in run["curves"].items():
             kept = curve[:: max(1, len(curve) // 100)]
             rows = [[step, round(hours, 4), round(value, 2)] for step, hours, value in kept]
             run["curves"][seed] = json.dumps(rows)
     result = {"commit": choice.commit, "date": datetime.date.today().isoformat(), "runs": runs}
-    text = json.dumps(result, indent=2).replace('"[[', "[[").replace(']]"', "]]")  # a line each
+    text = json.dumps(result, indent=2).replace('"[[', "[[").replace(']]"', "]]")  # compact
     choice.out.with_suffix(".json").write_text(text + "\n")
 
 

@@ -1,9 +1,8 @@
-"""Code lines of the scripts, section by section, and of tests and benchmarks.
+"""Counts the code lines of the scripts by section, and of tests and benchmarks.
 
     python benchmarks/code_lines.py --against 5c746eb
 
-Code lines are those without blank lines, comments and docstrings. With a commit also the numbers of
-the files as they were there.
+Blank lines, comments and docstrings do not count. `--against` adds the counts of an earlier commit.
 """
 
 import argparse
@@ -20,12 +19,12 @@ IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 
 
 def code_lines(text):
-    """The numbers of the lines that hold code."""
+    """Returns the set of line numbers with code."""
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in IGNORED and token.string.strip():
             lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):  # docstrings, and those of fields
+    for node in ast.walk(ast.parse(text)):  # docstrings, also of fields
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             if isinstance(node.value.value, str):
                 lines -= set(range(node.lineno, node.end_lineno + 1))
@@ -33,7 +32,7 @@ def code_lines(text):
 
 
 def sections(text):
-    """{banner: number of code lines below it}, in the order of the file."""
+    """Returns {banner: number of code lines below it}, in the order of the file."""
     banners = [(1, "Imports")]
     for match in re.finditer(r"^# =+\n# (.+)\n# =+$", text, re.MULTILINE):
         banners.append((text[: match.start()].count("\n") + 1, match[1].split(":")[0]))
@@ -44,7 +43,7 @@ def sections(text):
 
 
 def files_at(commit):
-    """{path: text} of the Python files of the repository, or of what it was at a commit."""
+    """Returns {path: text} of the Python files in the work tree or at a commit."""
     if commit is None:
         paths = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.py")]
         return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
@@ -60,7 +59,7 @@ def files_at(commit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", help="also those of an earlier commit")
+    parser.add_argument("--against", help="earlier commit to compare with")
     choice = parser.parse_args()
     versions = {"now": files_at(None)}
     if choice.against:

@@ -1,16 +1,19 @@
-"""Scripts beside those of an earlier commit: speed and seconds of whole processes, in pairs.
+"""Compares the scripts with those of an earlier commit: speed and time of whole processes.
 
     python benchmarks/compare.py --against 5c746eb --script ppo_cartpole_jax
     python benchmarks/compare.py --against 5c746eb --script ppo_cartpole_jax --cache
     python benchmarks/compare.py --against 5c746eb --out pairs.json -- --total-timesteps 1e6
 
-Flags after `--` go to both versions. In every pair each version runs once from its command line, in
-turns the one and the other first. Processes compile all their programs themselves; with --cache
-they load what an uncounted process has compiled before. Ratios are those of one pair, "ours by
-theirs", and their medians count, because machines drift: above 1 is better for `sps`, below 1 for
-seconds. `start_seconds`, from the start of the process to the line that says what was compiled, and
-`process_seconds` are measured from outside, all else is what summary.json says. The JSON file is
-written after every pair; rows of other scripts that it has already stay.
+Flags after `--` go to both versions. Every pair runs each version once, in alternating order. A
+ratio is ours divided by theirs within one pair; the median over pairs is robust to drift of the
+machine. For `sps` a ratio above 1 is better, for seconds a ratio below 1.
+
+- `start_seconds`: from the start of the process to the line "compiled in ..."
+- `process_seconds`: the whole process
+- all others: values of summary.json
+
+Without `--cache` every process compiles; with it an uncounted process fills the cache before. The
+JSON file is written after every pair and keeps the rows of other scripts.
 """
 
 import argparse
@@ -31,17 +34,17 @@ MEASURED = """sps start_seconds compile_seconds train_seconds wall_seconds
 
 
 def text_at(commit, name):
-    """A file as it was at a commit, as bytes; None where it was not there."""
+    """Returns the bytes of a file at a commit, or None if it does not exist there."""
     show = subprocess.run(["git", "show", f"{commit}:{name}"], cwd=ROOT, capture_output=True)
     return show.stdout if show.returncode == 0 else None
 
 
 def run(path, flags, cache):
-    """Runs a script in its folder; returns what is MEASURED, and the evaluation's mean return."""
+    """Runs a script in its folder; returns the MEASURED values and the evaluation's return."""
     env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     if cache:
         env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": str(cache)}
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as the scripts have it
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as in the scripts
     start, started, output = time.perf_counter(), None, []
     process = subprocess.Popen(
         [sys.executable, path.name, *flags],
@@ -68,7 +71,7 @@ def run(path, flags, cache):
 
 
 def compare(name, choice, flags, folder, save):
-    """Runs the pairs of a script; `save(row)` is called after each. Returns the last row."""
+    """Runs the pairs of a script, calls `save(row)` after each; returns the last row."""
     texts = {"ours": (ROOT / f"{name}.py").read_bytes()}
     texts["theirs"] = text_at(choice.against, f"{name}.py")
     if texts["theirs"] is None:
@@ -88,7 +91,7 @@ def compare(name, choice, flags, folder, save):
         row["pairs"].append({side: run(paths[side], flags, caches[side]) for side in order})
         for key in MEASURED:
             if any(key not in side for pair in row["pairs"] for side in pair.values()):
-                continue  # an older summary
+                continue  # missing in an older summary
             sides = {side: [pair[side][key] for pair in row["pairs"]] for side in paths}
             row["medians"][key] = {side: statistics.median(x) for side, x in sides.items()}
             ratios = [ours / theirs for ours, theirs in zip(sides["ours"], sides["theirs"])]
@@ -102,10 +105,10 @@ def compare(name, choice, flags, folder, save):
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("--against", required=True, help="the earlier commit")
-    parser.add_argument("--script", action="append", help="may be repeated; all without it")
+    parser.add_argument("--against", required=True, help="earlier commit")
+    parser.add_argument("--script", action="append", help="may be repeated; default: all")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--cache", action="store_true", help="load what was compiled before")
+    parser.add_argument("--cache", action="store_true", help="fill and use a compilation cache")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]

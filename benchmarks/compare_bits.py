@@ -1,10 +1,10 @@
-"""Compares the results of the scripts bit by bit with those of an earlier commit.
+"""Checks that the scripts' results are bit-identical to those of an earlier commit.
 
     python benchmarks/compare_bits.py 76b0500
     python benchmarks/compare_bits.py 76b0500 --scripts ppo_cartpole_jax ppo_swingup_jax
 
-Runs every script of both commits for 20 updates with default flags and compares all arrays of
-checkpoint.npz and the evaluation in summary.json. Exits with status 1 if anything differs.
+Runs both versions of every script for 20 updates with default flags and compares all arrays of
+checkpoint.npz and the evaluation in summary.json. Exits with status 1 if a value differs.
 """
 
 import argparse
@@ -17,18 +17,18 @@ import tempfile
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-STEPS = {  # of 20 updates
+STEPS = {  # 20 updates
     "ppo_cartpole_jax": 20 * 64 * 32,
     "ppo_swingup_jax": 20 * 128 * 128,
     "ppo_minigrid_rnn": 20 * 64 * 64,
     "ppo_atari_envpool_xla_jax": 20 * 8 * 128,
 }
-# Short games, and so few that they can be played to their end.
+# Few and short games, so that the evaluation finishes.
 OPTIONS = {"ppo_atari_envpool_xla_jax": ["--eval-episodes=2", "--max-episode-steps=300"]}
 
 
 def run(script, name, folder):
-    """(arrays of the checkpoint, values of the evaluation) of a run of a script's text."""
+    """Runs a script's text; returns (checkpoint arrays, evaluation values)."""
     folder.mkdir()
     (folder / f"{name}.py").write_bytes(script)
     words = [f"--total-timesteps={STEPS[name]}", *OPTIONS.get(name, [])]
@@ -40,7 +40,7 @@ def run(script, name, folder):
 
 
 def differences(ours, theirs):
-    """Names of arrays and values that are not equal in two results of `run`."""
+    """Returns the names of arrays and values that differ between two results of `run`."""
     (arrays, evaluation), (old_arrays, old_evaluation) = ours, theirs
     names = [
         name

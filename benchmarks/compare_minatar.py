@@ -1,16 +1,16 @@
-"""Returns and speed on gymnax's MinAtar: gymnax_minatar.py and PureJaxRL in turn, at equal steps.
+"""Compares gymnax_minatar.py with PureJaxRL on gymnax's MinAtar: returns and speed at equal steps.
 
     python benchmarks/compare_minatar.py --purejaxrl FOLDER
     python benchmarks/compare_minatar.py --purejaxrl FOLDER --games Breakout --out FILE
 
-PureJaxRL is a clone of https://github.com/luchris429/purejaxrl, which needs distrax, brax and
-navix. Its hyper-parameters are those of its own notebook on MinAtar, examples/brax_minatar.ipynb,
-but for the length. Each run is a process of its own. They take turns, game by game and seed by
-seed. A return is the mean, over the 64 environments, of the last episode that each has finished in
-training; the curve has it at each tenth of the steps. SPS are steps per second of training,
-compilation not counted. An episode lasts up to 1,000 steps (Freeway 2,500) for both; PureJaxRL
-calls the limit a termination. Results go to benchmarks/results/minatar.json after every
-process.
+`--purejaxrl` is a clone of https://github.com/luchris429/purejaxrl, which requires distrax, brax
+and navix. Hyperparameters are those of its MinAtar notebook, examples/brax_minatar.ipynb, except
+for the length. Every run is a process, and the two sides alternate. Results are written to
+benchmarks/results/minatar.json after every process.
+
+- return: mean of the last training episode of 64 environments, at each tenth of the steps
+- SPS: training steps per second, without compilation
+- time limit: 1,000 steps (Freeway 2,500); PureJaxRL treats it as a termination
 """
 
 import argparse
@@ -33,7 +33,7 @@ TAG = "charts/episodic_return"
 
 
 def purejaxrl_worker(folder, game, seed, steps):
-    """Prints {"curve": [[steps, return]], "sps": number} of PureJaxRL's `ppo.py`."""
+    """Runs PureJaxRL's `ppo.py` and prints {"curve": [[steps, return]], "sps": number}."""
     sys.path[:0] = [str(folder), str(folder / "purejaxrl")]
     import jax
     import ppo
@@ -83,13 +83,13 @@ def run_ours(choice, game, seed, folder):
 
 
 def tenths(curve, steps):
-    """The points of a curve at each tenth of the steps, or the first one after it."""
+    """Returns the first point of a curve at or after each tenth of the steps."""
     wanted = [next((p for p in curve if p[0] >= i * steps / 10), curve[-1]) for i in range(1, 11)]
     return [[step, round(value, 3)] for step, value in wanted]
 
 
 def summarize(rows):
-    """{"game, program": means of the final returns and medians of the speeds over seeds}."""
+    """Returns {"game, side": mean final return and median speed over seeds}."""
     groups = {}
     for row in rows:
         groups.setdefault(f"{row['game']}, {row['program']}", []).append(row)
@@ -105,10 +105,10 @@ def summarize(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--purejaxrl", type=pathlib.Path, required=True, help="a clone of it")
+    parser.add_argument("--purejaxrl", type=pathlib.Path, required=True, help="clone of PureJaxRL")
     parser.add_argument("--games", nargs="+", choices=GAMES, default=GAMES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=float, default=1e6, help="environment steps of a run")
+    parser.add_argument("--steps", type=float, default=1e6, help="environment steps per run")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     choice = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Returns of mujoco_envpool.py beside those in CleanRL's documentation.
+"""Compares the returns of mujoco_envpool.py with CleanRL's documentation.
 
     for seed in 1 2 3; do
         for id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 InvertedPendulum-v4 Humanoid-v4 Pusher-v4; do
-            python benchmarks/environments/mujoco_envpool.py --env-id $id --seed $seed --eval-episodes 100
+            python benchmarks/environments/mujoco_envpool.py --env-id $id --seed $seed \\
+                --eval-episodes 100
         done
     done
     python benchmarks/compare_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
 
-Reads the summary.json of every run, writes benchmarks/results/mujoco.json, prints a table:
-of an environment the mean and the standard deviation over seeds of the mean return of sampled
-episodes after training. CleanRL's numbers are from its page of ppo_continuous_action.py: one
-million steps, three seeds. Runs of that script on the machine itself are read from their event
-files, of each the last 100 episodes of training:
+Reads summary.json of every run, writes benchmarks/results/mujoco.json and prints a table: mean and
+standard deviation over seeds of the return of sampled episodes after training. CleanRL's numbers
+are those of its page on ppo_continuous_action.py (one million steps, three seeds). `--cleanrl` adds
+runs of that script on this machine, with the mean of the last 100 training episodes:
 
     python cleanrl/ppo_continuous_action.py --env-id Humanoid-v4 --seed 1  # in a clone of CleanRL
     ... --cleanrl CLONE/runs/Humanoid-v4__ppo_continuous_action__*
@@ -29,7 +29,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "mujoco.json"
-CLEANRL = {  # mean and deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
+CLEANRL = {  # mean and standard deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
     "HalfCheetah-v4": (1442.64, 46.03),
     "Hopper-v4": (2382.86, 271.74),
     "Walker2d-v4": (2287.95, 571.78),
@@ -40,14 +40,14 @@ CLEANRL = {  # mean and deviation, docs/benchmark/ppo_continuous_action.md at fe
 
 
 def read_run(summary):
-    """What is kept of a summary of one seed."""
+    """Returns the reported values of one summary."""
     keys = "total_timesteps eval_episodes eval_mode eval_return_mean eval_return_std"
     keys = f"{keys} eval_length_mean sps compile_seconds train_seconds wall_seconds".split()
     return {"seed": summary["args"]["seed"]} | {key: summary[key] for key in keys}
 
 
 def read_cleanrl(folder):
-    """(environment id, what is kept) of a run of CleanRL's, whose name has id and seed."""
+    """Returns (environment id, reported values) of a CleanRL run."""
     env_id, _, seed, _ = folder.name.split("__")
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     returns = [event.value for event in events.Scalars("charts/episodic_return")]
@@ -59,14 +59,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("runs", nargs="+", type=pathlib.Path)
     parser.add_argument("--cleanrl", nargs="*", type=pathlib.Path, default=[])
-    parser.add_argument("--commit", help="of the program that trained them")
+    parser.add_argument("--commit", help="commit of the runs")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
     files = [folder / "summary.json" for folder in choice.runs]
     summaries = [json.loads(file.read_text()) for file in files if file.exists()]
     versions = {name: importlib.metadata.version(name) for name in ("envpool", "gymnasium")}
     versions |= {"python": platform.python_version(), "jax": summaries[0]["jax_version"]}
-    flags = summaries[0]["args"]  # the same in all
+    flags = summaries[0]["args"]  # the same for all runs
     results = {
         "command": "python benchmarks/environments/mujoco_envpool.py --env-id ID --seed SEED "
         f"--eval-episodes 100 --num-envs {flags['num_envs']} --num-steps {flags['num_steps']}",

@@ -1,13 +1,11 @@
-"""Runs a script once per seed, each in a process of its own; writes evaluations and the curve.
+"""Runs a script once per seed, each in its own process; writes evaluations and the mean curve.
 
     python benchmarks/default_runs.py ppo_cartpole_jax --seeds 20
     python benchmarks/default_runs.py ppo_swingup_jax --seeds 2 --out FILE -- --num-envs 1024
 
-Flags after `--` go to the script. Every process compiles its programs itself, like the first one on
-a machine; with --cache it may load what an earlier one has compiled. With --at-once 2 two processes
-run beside each other: sooner done, but no time of one is that of a quiet machine. Results:
-<out>.json (per seed: evaluation, SPS, seconds; the mean curve) and <out>.png (mean and 95%
-bootstrap band over the seeds of charts/episodic_return).
+Flags after `--` go to the script. Without `--cache` every process compiles. `--at-once 2` runs two
+processes in parallel, which slows each of them. Results: <out>.json (evaluation, SPS, seconds per
+seed, mean curve) and <out>.png (mean training return with a 95% bootstrap interval over seeds).
 """
 
 import argparse
@@ -35,7 +33,7 @@ SUCCESS = "eval_success_rate eval_success_rate_random eval_success_rate_hanging"
 
 
 def run_seed(script, seed, flags, folder, cache):
-    """Runs the script; returns (summary with the seconds of the whole process, steps, returns)."""
+    """Runs the script; returns (summary with the process's seconds, steps, returns)."""
     start = time.perf_counter()
     command = [sys.executable, str(ROOT / f"{script}.py"), "--seed", str(seed), *flags]
     env = os.environ | ({} if cache else {"JAX_ENABLE_COMPILATION_CACHE": "false"})
@@ -51,7 +49,7 @@ def run_seed(script, seed, flags, folder, cache):
 
 
 def draw(title, result, path):
-    """The mean curve over the seeds of `result`, with its interval."""
+    """Plots the mean curve over seeds with its interval."""
     curve = result["curve"]
     steps = np.array(curve["steps"]) / 1e6
     plt.style.use(ROOT / "benchmarks" / "plots.mplstyle")
@@ -70,13 +68,13 @@ def main():
     parser.add_argument("script")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--cache", action="store_true", help="load what was compiled before")
-    parser.add_argument("--at-once", type=int, default=1, help="processes beside each other")
-    parser.add_argument("--out", type=pathlib.Path, help="path of the results without suffix")
+    parser.add_argument("--cache", action="store_true", help="use the compilation cache")
+    parser.add_argument("--at-once", type=int, default=1, help="number of parallel processes")
+    parser.add_argument("--out", type=pathlib.Path, help="output path without suffix")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     if flags and not choice.out:
-        parser.error("flags of the script need --out: other results are those of its defaults")
+        parser.error("script flags require --out: the default file is for default flags")
     out = choice.out or ROOT / "benchmarks" / "results" / f"{choice.script}_default_runs"
 
     runs = []

@@ -1,12 +1,12 @@
-"""ppo_minigrid_rnn.py with a bonus for what is new, for levels where random play hardly succeeds.
+"""ppo_minigrid_rnn.py with a count-based exploration bonus, for levels with very sparse rewards.
 
     python benchmarks/minigrid_count_bonus.py --env-id KeyCorridorS4R3 --total-timesteps 8e6 \
         --num-envs 1024 --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 \
         --gae-lambda 0.95 --norm-adv --ent-coef 0.01
 
-All flags of the script work, and `--int-coef`. `installed` replaces four names of the script: the
-flags, the statistics (which also hold the counts), `rollout` (whose rewards get the bonus) and
-`update` (which logs it as charts/intrinsic_reward).
+Accepts all flags of the script and `--int-coef`. `installed` replaces four names of the script:
+`Args`, `init_episode_stats` (adds the counts), `rollout` (adds the bonus to the rewards) and
+`update` (logs it as charts/intrinsic_reward).
 """
 
 import contextlib
@@ -23,64 +23,57 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import ppo_minigrid_rnn as script  # noqa: E402
 
-# Of the hashes of things. A table is 32 KiB for each environment, also in a checkpoint, and holds a
-# few hundred things in an episode.
+# Bits of a hash. A table takes 32 KiB per environment, also in checkpoints; an episode fills a few
+# hundred entries.
 HASH_BITS = 13
 
 
 @dataclasses.dataclass
 class Args(script.Args):
-    """Recurrent PPO on pure-JAX MiniGrid, with a bonus for what is new."""
+    """Recurrent PPO on pure-JAX MiniGrid with a count-based exploration bonus."""
 
     int_coef: float = 0.05
-    """weight of the bonus; in a whole episode it should stay below the reward of success"""
+    """weight of the bonus; its sum per episode should stay below the reward of a success"""
 
 
 class Curiosity(NamedTuple):
-    """The script's `EpisodeStats`, and what the agent has met.
+    """The script's `EpisodeStats` with visit counts.
 
-    Where only a long chain of right actions is rewarded, random play never meets the reward, and
-    there is nothing to learn from. A bonus for what is new gives it something to do until then:
+    If only a long sequence of correct actions is rewarded, random play never finds the reward. A
+    bonus for novelty guides exploration until then:
 
-        bonus_t = int_coef / sqrt(n(x_{t+1}))   where x_{t+1} is new in this episode, else 0
+        bonus_t = int_coef / sqrt(n(x_{t+1}))   if x_{t+1} is new in this episode, else 0
 
-    x is what the agent has at hand (`at_hand`), what it carries and what it faces: a wall, a closed
-    red door, with a key in its hands an open one. n(x) is in how many episodes it has met x, in all
-    environments and all of training. 1 / sqrt(n) is how the uncertainty about something falls with
-    the number of samples, so what is seldom met is worth a try, and what has been met a thousand
-    times is not: the bonus leads from the first door to the first key and to the first lock that
-    opens, fades behind itself, and in the end the reward alone counts (Bellemare et al.,
-    arXiv:1606.01868). Only the first time in an episode counts: that something is rare makes it no
-    better to meet it ten times in one level, by turning to and fro in front of it (Raileanu &
-    Rocktaeschel, arXiv:2002.12292; Henaff et al., arXiv:2306.03236, compare counts of both kinds).
+    x is the cell in front of the agent and the object it carries (`at_hand`). n(x) is the number of
+    episodes with x, over all environments and all of training. The factor 1 / sqrt(n) follows the
+    decrease of uncertainty with the number of samples (Bellemare et al., arXiv:1606.01868), so the
+    bonus vanishes in the long run. Only the first visit in an episode counts. Otherwise the agent
+    would turn back and forth in front of a rare object (Raileanu & Rocktaeschel, arXiv:2002.12292;
+    Henaff et al., arXiv:2306.03236, compare both kinds of counts).
 
-    Levels are drawn at random, so nearly every view is new, and things to carry and doors to shut
-    make new ones without end. Counts of whole views would hardly fade, and reward looking around as
-    much as opening a lock.
+    Counts of whole views would not work: levels are random, so nearly every view is new.
 
-    Success ends the episode, with all that is still new in it. Were that worth more, the agent
-    would shun its goal, so what an episode can still earn by the bonus should stay below the reward
-    of success. n counts the episodes of the update itself too, so many environments make the bonus
-    smaller from the first update on.
-
-    The bonus is the reward of the action that led there, added for the learner only: the agent does
-    not observe it, and returns and success are without it. The observation after the last step of
-    an episode is the first of the next one: nobody's merit, so no bonus. In trials, "in this
-    episode" means in this trial.
+    - A success ends the episode. If the remaining bonus of an episode exceeded the reward of a
+      success, the agent would avoid the goal.
+    - n includes the episodes of the current update, so more environments reduce the bonus.
+    - The bonus is only part of the learner's reward: the agent does not observe it, and returns and
+      success rates exclude it.
+    - The first observation of an episode has no bonus, because no action led to it.
+    - In trials, "episode" means trial.
     """
 
     running_return: jax.Array
     running_length: jax.Array
     last_return: jax.Array
     last_length: jax.Array
-    visits: jax.Array  # [2^HASH_BITS] int32, how many episodes have met each thing
-    last_episode: jax.Array  # [N, 2^HASH_BITS] int32, the last episode that met it
-    episode: jax.Array  # [N] int32, a number that no episode (or trial) before had
-    mean_bonus: jax.Array  # [N], of the last rollout
+    visits: jax.Array  # [2^HASH_BITS] int32, number of episodes with each entry
+    last_episode: jax.Array  # [N, 2^HASH_BITS] int32, last episode with the entry
+    episode: jax.Array  # [N] int32, number of the current episode (or trial)
+    mean_bonus: jax.Array  # [N], in the last rollout
 
 
 def init_episode_stats(num_envs):
-    """The `Curiosity` of N environments before the first step."""
+    """Returns the initial `Curiosity` of N environments."""
     return Curiosity(
         *plain_init_episode_stats(num_envs),
         visits=jnp.zeros(2**HASH_BITS, jnp.int32),
@@ -91,10 +84,10 @@ def init_episode_stats(num_envs):
 
 
 def at_hand(env, obs):
-    """What counts of an observation: the cell in front of the agent and its own.
+    """Returns the counted part of an observation: the cell in front of the agent and its own cell.
 
-    Farama shows what the agent carries in its own cell; XLand-MiniGrid does not. Codes [2, any], or
-    with --img-obs their picture [16, 8, 3].
+    The shape is [2, codes], or [16, 8, 3] with --img-obs. In Farama's observations the agent's own
+    cell contains the carried object, in XLand-MiniGrid's it does not.
     """
     image = obs["image"]
     middle = image.shape[1] // 2
@@ -108,15 +101,14 @@ def at_hand(env, obs):
 
 
 def hash_things(things):
-    """Numbers uint32 [T, N] of arrays [T, N, ...], the same for the same ones.
+    """Returns uint32 hashes [T, N] of arrays [T, N, ...].
 
-    The sum of all entries, each times a random constant of its own, modulo 2^32. Its upper bits are
-    a hash, however many of them (Dietzfelbinger et al., 1997, "multiply-shift"). Things that share
-    one are taken for the same.
+    A hash is the sum of all entries, each multiplied by its own random constant, modulo 2^32. Any
+    number of its upper bits is also a hash (multiply-shift, Dietzfelbinger et al., 1997).
     """
-    # Checkpoints hold counts by these hashes, so the constants may never change: NumPy promises
-    # that for this old generator. With this seed no two of the 874 pairs of cells that a MiniGrid
-    # agent can have at hand share their HASH_BITS.
+    # The constants must never change, because checkpoints contain counts by hash. NumPy guarantees
+    # that for this legacy generator. With this seed the 874 possible pairs of cells in MiniGrid
+    # have different HASH_BITS.
     rng = np.random.RandomState(109)
     things = things.astype(jnp.uint32).reshape(*things.shape[:2], -1)
     constants = rng.randint(2**32, size=things.shape[2], dtype=np.uint32)
@@ -124,15 +116,14 @@ def hash_things(things):
 
 
 def count_bonus(args, curiosity, things, start):
-    """The bonus [T, N] of T steps in N environments, see `Curiosity`; returns (curiosity, bonus).
+    """Returns (curiosity, bonus [T, N]) of T steps in N environments, see `Curiosity`.
 
-    `things` [T + 1, N, ...] are what is counted, before each step and after the last one; `start`
-    [T + 1, N] tells which of them begin an episode (or trial). The next rollout begins with the
-    last ones: to meet them again there changes nothing.
+    `things` [T + 1, N, ...] are the counted parts of the observations before each step and after
+    the last one; `start` [T + 1, N] marks the first observation of an episode (or trial).
     """
     places = hash_things(things) >> (32 - HASH_BITS)
 
-    def look(carry, thing):  # of one environment, one step
+    def look(carry, thing):  # one environment, one step
         last_episode, episode = carry
         place, start = thing
         episode = episode + start
@@ -141,10 +132,10 @@ def count_bonus(args, curiosity, things, start):
 
     carry = (curiosity.last_episode, curiosity.episode)
     (last_episode, episode), is_new = jax.lax.scan(jax.vmap(look), carry, (places, start))
-    places, is_new, start = places[1:], is_new[1:], start[1:]  # what an action led to
+    places, is_new, start = places[1:], is_new[1:], start[1:]  # the results of actions
     visits = curiosity.visits.at[places].add(is_new)
-    visits = jnp.maximum(visits, curiosity.visits)  # stays at 2^31 - 1 instead of turning negative
-    n = jnp.maximum(visits[places], 1)  # 0 of what only the start of training met
+    visits = jnp.maximum(visits, curiosity.visits)  # does not overflow
+    n = jnp.maximum(visits[places], 1)  # 0 for the first observation of training
     bonus = args.int_coef * (is_new & ~start) / jnp.sqrt(n)
     curiosity = curiosity._replace(
         visits=visits, last_episode=last_episode, episode=episode, mean_bonus=bonus.mean(0)
@@ -153,7 +144,7 @@ def count_bonus(args, curiosity, things, start):
 
 
 def rollout(args, env, params, env_state, agent_state, stats, key):
-    """The script's `rollout`; the rewards of its trajectory contain the bonus."""
+    """The script's `rollout`, with the bonus added to the rewards."""
     env_state, agent_state, stats, trajectory, truncated_state = plain_rollout(
         args, env, params, env_state, agent_state, stats, key
     )
@@ -169,7 +160,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
 
 
 def update(args, state, **options):
-    """The script's `update`; the metrics contain the mean bonus."""
+    """The script's `update`, with the mean bonus as a metric."""
     state, metrics = plain_update(args, state, **options)
     return state, metrics | {"charts/intrinsic_reward": state.stats.mean_bonus.mean()}
 
@@ -181,14 +172,14 @@ plain_update = script.update
 
 @contextlib.contextmanager
 def installed():
-    """Inside `with`, the script trains with the bonus."""
+    """Context manager: the script trains with the bonus."""
     names = [Args, init_episode_stats, rollout, update]
     with mock.patch.multiple(script, **{thing.__name__: thing for thing in names}):
         yield
 
 
 def main(words=None):
-    """The command line of the script with one more flag."""
+    """The script's command line with one more flag."""
     with installed():
         script.main(words)
 

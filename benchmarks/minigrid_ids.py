@@ -1,17 +1,17 @@
-"""What ppo_minigrid_rnn.py learns of each of MiniGrid's 76 ids; fills the table of minigrid_ids.md.
+"""Trains ppo_minigrid_rnn.py on all 76 MiniGrid ids and fills the table of minigrid_ids.md.
 
-    python benchmarks/minigrid_ids.py                  # all ids; goes on where it was interrupted
-    python benchmarks/minigrid_ids.py MemoryS7-v0 ...  # these
+    python benchmarks/minigrid_ids.py                  # all ids; resumes an interrupted run
+    python benchmarks/minigrid_ids.py MemoryS7-v0 ...  # these ids
     python benchmarks/minigrid_ids.py ObstructedMaze-2Q-v1 --total-timesteps 80000000
-    python benchmarks/minigrid_ids.py LavaCrossingS11N5-v0 --weights RUN  # of a smaller level
-    python benchmarks/minigrid_ids.py --table          # only writes the table
+    python benchmarks/minigrid_ids.py LavaCrossingS11N5-v0 --weights RUN  # of an easier level
+    python benchmarks/minigrid_ids.py --table          # only write the table
 
-Every id of a family is trained for as many steps, with one seed, with the first of the family's
-sets of flags, which are those of minigrid_learning.py. Once all ids had their first one, those that
-succeed in fewer than 0.95 of the episodes get the next. The table has the best, also of runs with
-other numbers of steps. Results go to benchmarks/results/minigrid_ids.json after each run; runs that
-stand there are not repeated. Several programs share a GPU with XLA_PYTHON_CLIENT_PREALLOCATE=false;
-each needs ids, an --out and a --page of its own.
+All ids of a family are trained for the same number of steps with one seed. FAMILIES lists the sets
+of flags (see minigrid_learning.py) in the order in which they are tried: an id gets the next set if
+its success rate is below 0.95. The table contains the best run of each id. Results are written to
+benchmarks/results/minigrid_ids.json after each run, and finished runs are not repeated. To share a
+GPU between processes, set XLA_PYTHON_CLIENT_PREALLOCATE=false and give each process its own ids,
+--out and --page.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SETS = {
     "rare": RARE,
     "explore": EXPLORE,
 }
-FAMILIES = {  # how their ids begin: steps, and sets of flags in the order in which they are tried
+FAMILIES = {  # prefix of the ids: steps, sets of flags in order of trial
     "Empty": (800_000, ["default"]),
     "DistShift": (1_000_000, ["default"]),
     "LavaGap": (1_000_000, ["default"]),
@@ -58,22 +58,22 @@ FAMILIES = {  # how their ids begin: steps, and sets of flags in the order in wh
     "PutNear": (8_000_000, ["long mission", "explore"]),
     "Playground": (0, []),
 }
-GOOD = 0.95  # the share of successes with which no other set is tried
+GOOD = 0.95  # success rate that needs no other set of flags
 HEADER = ["flags", "timesteps", "steps to 0.9", "minutes", "success", "in Farama's"]
 
 
 def family(env_id):
-    """(steps, names of sets of flags) of an id."""
+    """Returns (steps, names of sets of flags) of an id."""
     return FAMILIES[max(filter(env_id.startswith, FAMILIES), key=len)]
 
 
 def best(rows):
-    """(name of the set, row) with the most successes."""
+    """Returns (name of the set, row) with the highest success rate."""
     return max(rows.items(), key=lambda item: item[1]["success_rate"])
 
 
 def cells(env_id, rows):
-    """The id's cells of the table."""
+    """Returns the table cells of an id."""
     if not family(env_id)[1]:
         return ["gives no reward", *[""] * (len(HEADER) - 1)]
     if not rows:
@@ -82,7 +82,7 @@ def cells(env_id, rows):
     tried = f", best of {len(rows)}" if len(rows) > 1 else ""
     reached, minutes = row["steps_to_0.9"], row["train_seconds"] / 60
     return [
-        name.split(" in ")[0] + tried,  # the number of steps is in the next column
+        name.split(" in ")[0] + tried,  # the next column contains the steps
         f"{row['total_timesteps']:,}",
         "-" if reached is None else f"{reached:,}",
         f"{minutes:.0f}" if row["device"].startswith("cpu") else f"{minutes:.1f} on a GPU",
@@ -92,7 +92,7 @@ def cells(env_id, rows):
 
 
 def write_table(results, page):
-    """Writes what was learned of each id into the page's table."""
+    """Writes the results into the page's table."""
     lines = page.read_text().splitlines()
     for i, line in enumerate(lines):
         if not line.startswith("| "):
@@ -113,20 +113,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     ids = [env_id.removeprefix("MiniGrid-") for env_id in script.ENVIRONMENTS]
     ids = [env_id for env_id in ids if "NoCue" not in env_id]
-    parser.add_argument("ids", nargs="*", help="such as MemoryS7-v0; if none, all")
+    parser.add_argument("ids", nargs="*", help="for example MemoryS7-v0; default: all")
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--episodes", type=int, default=512, help="of each evaluation")
-    parser.add_argument("--flags", choices=SETS, help="instead of the family's sets")
-    parser.add_argument("--total-timesteps", type=int, help="instead of the family's")
-    parser.add_argument("--weights", metavar="RUN", help="in another id, whose weights come first")
+    parser.add_argument("--episodes", type=int, default=512, help="episodes per evaluation")
+    parser.add_argument("--flags", choices=SETS, help="set of flags; default: the family's")
+    parser.add_argument("--total-timesteps", type=int, help="default: the family's")
+    parser.add_argument("--weights", metavar="RUN", help="run whose weights are the initial ones")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--page", type=pathlib.Path, default=PAGE, help="that has the table")
+    parser.add_argument("--page", type=pathlib.Path, default=PAGE, help="page with the table")
     folder = f"{tempfile.gettempdir()}/minigrid_ids"
-    parser.add_argument("--folder", default=folder, help="for the runs and videos")
+    parser.add_argument("--folder", default=folder, help="folder for runs and videos")
     choice = parser.parse_args()
     if unknown := set(choice.ids) - set(ids):
-        parser.error(f"{unknown} not among {ids}")
+        parser.error(f"unknown ids {unknown}; choose from {ids}")
     choice.cut = choice.img_obs = False
     choice.eval_mode = "greedy"
 
@@ -137,7 +137,7 @@ def main():
         return write_table(read(), choice.page)
     before = ""
     if choice.weights:
-        with minigrid_count_bonus.installed():  # the run may have had its flag
+        with minigrid_count_bonus.installed():  # the run may contain its flag
             smaller, params = script.load_run(choice.weights)
         before = f" after {smaller.env_id.removeprefix('MiniGrid-')}"
         weights = jax.tree.map(lambda x: x[0], params)
@@ -157,7 +157,7 @@ def main():
             options["total_timesteps"] = choice.total_timesteps or steps
             row = minigrid_learning.run(env_id, options, choice)
             del row["args"]
-            results = read()  # again: others may have written
+            results = read()  # again: other processes may have written
             results.setdefault(env_id, {})[name] = row
             choice.out.write_text(json.dumps(results, indent=1) + "\n")
             successes = f"{row['success_rate']:.3f}, in Farama's {row['farama_success_rate']:.3f}"

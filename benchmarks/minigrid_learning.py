@@ -1,18 +1,17 @@
-"""What ppo_minigrid_rnn.py learns, id by id: success here and in Farama's own environments.
+"""Trains ppo_minigrid_rnn.py on MiniGrid ids; evaluates it here and in Farama's environments.
 
-    python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9  # without any id, all of RUNS
-    python benchmarks/minigrid_learning.py --cut MemoryS13  # its hidden state is always zero
+    python benchmarks/minigrid_learning.py DoorKey-6x6 MemoryS9  # default: all RUNS
+    python benchmarks/minigrid_learning.py --cut MemoryS13  # without recurrence
     python benchmarks/minigrid_learning.py --no-bonus MultiRoom-N4-S5-v1  # without the bonus
     python benchmarks/minigrid_learning.py --img-obs Empty-8x8  # from pixels
     python benchmarks/minigrid_learning.py FourRooms --out FILE -- --learning-rate 5e-4
 
-Every id is trained by the script's `main`, to which the flags after `--` go, and evaluated over
-1,024 episodes of its own; then Farama's environments play as many, with actions from the same
-weights. Results go to benchmarks/results/minigrid_learning.json, one entry per run.
+Flags after `--` go to the script. Each run is evaluated over 1,024 episodes in our environment and
+over as many in Farama's, with the same weights. Results are written to
+benchmarks/results/minigrid_learning.json, one entry per run.
 
-MemoryS7-NoCue is no id of Farama's but its MemoryS7 without the cue: which of both ends of the
-junction is right can only be tried. It is played in trials of four episodes on the same level, and
-1,024 of these are evaluated.
+MemoryS7-NoCue is Farama's MemoryS7 without the cue: the agent must try both ends of the junction.
+It is evaluated over 1,024 trials of four episodes on the same level.
 """
 
 import argparse
@@ -44,20 +43,19 @@ sys.path.insert(0, str(ROOT))
 import ppo_minigrid_rnn as script  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "minigrid_learning.json"
-# Flags that differ from the script's defaults. Memory rewards half of the episodes from the start,
-# so advantages can be normalised; what it needs is entropy, to look around before walking on.
+# Flags that differ from the script's defaults. Memory: half of the episodes succeed from the start,
+# so advantages can be normalized. A high entropy makes the agent look around first.
 MEMORY = dict(
     num_envs=256, num_minibatches=8, update_epochs=4, gae_lambda=0.95, norm_adv=True, ent_coef=0.03
 )
-# Where random play finds the reward once in thousands of episodes: batches that hold some of these,
-# and each is used more often.
+# Random play succeeds once in thousands of episodes: larger batches and more epochs.
 RARE = dict(num_steps=128, update_epochs=4)
-# Where random play succeeds in some percent of the episodes, and what is to be learned is which
-# thing the mission means: advantages can be normalised, and entropy keeps all answers in play.
+# Random play succeeds in a few percent of the episodes; the agent learns which object the mission
+# names. Advantages can be normalized, and entropy keeps exploring all answers.
 MISSION = dict(norm_adv=True, ent_coef=0.01)
-# The same for what takes millions of steps: larger batches, and each is used only twice.
+# The same for millions of steps: larger batches, two epochs.
 LONG_MISSION = dict(MISSION, num_envs=256, num_minibatches=8, update_epochs=2, gae_lambda=0.95)
-# Where random play hardly ever succeeds: the bonus of minigrid_count_bonus.py leads there.
+# Random play hardly ever succeeds: with the exploration bonus of minigrid_count_bonus.py.
 EXPLORE = dict(
     num_envs=1024,
     num_minibatches=8,
@@ -79,7 +77,7 @@ RUNS = {
     "UnlockPickup": dict(RARE, total_timesteps=6_000_000),
     "FourRooms": dict(LONG_MISSION, total_timesteps=10_000_000),
     "RedBlueDoors-6x6": dict(total_timesteps=2_000_000),
-    # A collision costs 1. With less entropy it learns to stand still.
+    # A collision costs 1. With less entropy the agent learns to stand still.
     "Dynamic-Obstacles-8x8": dict(MEMORY, total_timesteps=2_000_000),
     "MultiRoom-N2-S4": dict(total_timesteps=1_000_000),
     "KeyCorridorS3R1": dict(total_timesteps=2_000_000),
@@ -92,13 +90,13 @@ RUNS = {
     "GoToDoor-5x5": dict(MISSION, total_timesteps=800_000),
     "GoToObject-6x6-N2": dict(MISSION, total_timesteps=2_000_000),
     "PutNear-6x6-N2": dict(LONG_MISSION, total_timesteps=8_000_000),
-    # With MEMORY's entropy it had learned nothing after a million steps.
+    # With MEMORY's entropy the agent learns nothing in a million steps.
     "MemoryS7-NoCue": dict(MEMORY, total_timesteps=1_500_000, episodes_per_trial=4, ent_coef=0.003),
 }
 
 
 def level_without_cue(env, draw):
-    """A level of a memory environment, without the object in the start room."""
+    """Returns a level of a memory environment without the object in the start room."""
     level = script.memory_level(env, draw)
     cue = (env.height // 2 - 1) * env.width + 1
     return level._replace(grid=script.put(level.grid, cue, script.EMPTY))
@@ -120,7 +118,7 @@ gymnasium.register(NO_CUE.env_id, MemoryWithoutCue, kwargs={"size": NO_CUE.width
 
 
 class ForgetfulGRU(script.GRU):
-    """The GRU of an agent that starts at every step."""
+    """A GRU whose hidden state is reset at every step."""
 
     @nn.compact
     def __call__(self, x, h, start):
@@ -128,12 +126,12 @@ class ForgetfulGRU(script.GRU):
 
 
 def cut_recurrence():
-    """Makes every hidden state zero: what is left of the memory are previous action and reward."""
+    """Sets hidden states to zero; the agent still observes the previous action and reward."""
     script.GRU = ForgetfulGRU
 
 
 def words_of(options):
-    """The command line's words of {flag: value}."""
+    """Returns command-line arguments for {flag: value}."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -145,16 +143,16 @@ def words_of(options):
 
 
 def mission_numbers(env, sentence):
-    """The words of Farama's sentence that differ between levels, as `env.observe` has them."""
+    """Returns the variable words of Farama's sentence, encoded as in `env.observe`."""
     words = re.fullmatch(env.sentence.replace("{}", "(.+)"), sentence).groups()
     return [script.WORDS.index(word) for word in words]
 
 
 def farama_success(args, params, episodes):
-    """How often episodes in Farama's environment end with a positive reward.
+    """Returns success rates [C] in Farama's environment, one per episode of a trial.
 
-    Plays this many episodes or, with `args.episodes_per_trial`, trials, whose episodes are resets
-    with the same seed. Returns the shares of successes [C] in each of a trial's C episodes.
+    `episodes` counts trials of C = `args.episodes_per_trial` episodes. The episodes of a trial are
+    resets with the same seed. A success is an episode with a positive final reward.
     """
     env = script.make_env(args)
     side_by_side = min(128, episodes)
@@ -211,25 +209,25 @@ def farama_success(args, params, episodes):
 
 
 def steps_to(threshold, run_dir, first):
-    """The step of the first logged training return that reaches the threshold, or None.
+    """Returns the step at which the logged training return first reaches the threshold, or None.
 
-    Those before step `first` do not count: only lucky, short episodes have ended.
+    Points before step `first` are ignored, because only short episodes have ended by then.
     """
     name, log = "charts/episodic_return", EventAccumulator(str(run_dir)).Reload()
-    events = log.Scalars(name) if name in log.Tags()["scalars"] else []  # no episode has ended
+    events = log.Scalars(name) if name in log.Tags()["scalars"] else []  # no finished episode
     reached = (event.step for event in events if event.value >= threshold)
     return next((step for step in reached if step >= first), None)
 
 
 def run(env_id, options, choice, flags=()):
-    """Trains on an id with these options and evaluates; returns the entry of the results."""
+    """Trains on an id and evaluates; returns the result entry."""
     has_bonus = "int_coef" in options
     with minigrid_count_bonus.installed() if has_bonus else contextlib.nullcontext():
         return train_and_evaluate(env_id, options, choice, flags)
 
 
 def train_and_evaluate(env_id, options, choice, flags):
-    """What `run` says, where a bonus is installed already."""
+    """The same as `run`, after the bonus was installed."""
     options = options | {
         "env_id": env_id,
         "seed": choice.seed,
@@ -250,7 +248,7 @@ def train_and_evaluate(env_id, options, choice, flags):
     names = "total_timesteps train_seconds compile_seconds sps eval_mode eval_episodes"
     result = {name: summary[name] for name in [*names.split(), "eval_return_mean"]}
     result["success_rate"] = summary["eval_success_rate"]
-    episodes = summary["args"]["episodes_per_trial"]  # a trial's return is the sum of theirs
+    episodes = summary["args"]["episodes_per_trial"]  # a trial's return is a sum
     args, params = script.load_run(run_dir)
     first = args.num_envs * script.make_env(args).max_episode_steps
     result["steps_to_0.9"] = steps_to(0.9 * episodes, run_dir, first)
@@ -261,7 +259,7 @@ def train_and_evaluate(env_id, options, choice, flags):
     if args.episodes_per_trial > 1:
         episodes = range(1, args.episodes_per_trial + 1)
         result["trial_success_rates"] = [summary[f"eval_success_rate_{c}"] for c in episodes]
-        result["success_rate"] = np.mean(result["trial_success_rates"])  # of its episodes
+        result["success_rate"] = np.mean(result["trial_success_rates"])  # over episodes
     params = jax.tree.map(lambda x: x[0], params)
     farama = farama_success(args, params, choice.episodes)
     result["farama_success_rate"] = farama.mean()
@@ -275,24 +273,24 @@ def train_and_evaluate(env_id, options, choice, flags):
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("ids", nargs="*", help="environments, as in RUNS; if none, all of these")
+    parser.add_argument("ids", nargs="*", help="keys of RUNS; default: all")
     parser.add_argument("--cut", action="store_true", help="train without recurrence")
     parser.add_argument("--no-bonus", action="store_true", help="train without the bonus")
     parser.add_argument("--img-obs", action="store_true", help="train from pixels")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--total-timesteps", type=int, help="instead of those in RUNS")
+    parser.add_argument("--total-timesteps", type=int, help="default: as in RUNS")
     parser.add_argument("--eval-mode", default="greedy", choices=["greedy", "sampled"])
-    parser.add_argument("--episodes", type=int, default=1024, help="of each evaluation")
+    parser.add_argument("--episodes", type=int, default=1024, help="episodes per evaluation")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     folder = f"{tempfile.gettempdir()}/minigrid_learning"
-    parser.add_argument("--folder", default=folder, help="for the runs and videos")
+    parser.add_argument("--folder", default=folder, help="folder for runs and videos")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     choice, flags = parser.parse_args(own), sys.argv[len(own) + 2 :]
     if unknown := set(choice.ids) - set(RUNS):
-        parser.error(f"{unknown} not among {list(RUNS)}")
+        parser.error(f"unknown ids {unknown}; choose from {list(RUNS)}")
     if flags and choice.out == RESULTS:
-        parser.error("flags of the script need --out: other results are those of RUNS")
-    jax.config.update("jax_enable_compilation_cache", False)  # `compile_seconds` are in full
+        parser.error("script flags require --out: the default file is for RUNS")
+    jax.config.update("jax_enable_compilation_cache", False)  # for `compile_seconds`
     if choice.cut:
         cut_recurrence()
     for env_id in choice.ids or RUNS:

@@ -1,4 +1,4 @@
-r"""Seconds and steps until a task is solved, as whole processes, beside other people's programs.
+r"""Measures seconds and steps until a task is solved, compared with other libraries.
 
     python benchmarks/time_to_solve.py --purejaxrl FOLDER --xland FOLDER --cleanrl FOLDER \
         --cleanrl-python PYTHON
@@ -6,34 +6,36 @@ r"""Seconds and steps until a task is solved, as whole processes, beside other p
     python benchmarks/time_to_solve.py --tasks HalfCheetah-v4 Hopper-v4 LunarLander-v3 --seeds 1 \
         --cleanrl FOLDER --cleanrl-python PYTHON
 
-A task is solved when the mean return of training's last episodes reaches the threshold: ours takes
-the last one of each environment (64 in CartPole, 128 in Pendulum), the others' 64 last ones. Rejax
-and XLand-MiniGrid, which do not report these, play 128 and 80 episodes with the policy in training,
-Rejax every `eval_freq` steps, XLand-MiniGrid after every update. The clock starts with the process,
-so imports and compilation count; `first_seconds` is when the first return is printed. Everyone has
-the settings that he publishes: Rejax's configurations, PureJaxRL's, XLand-MiniGrid's and CleanRL's
-own defaults, those of RL Baselines3 Zoo for Stable-Baselines3 and SBX. Programs take turns, seed by
-seed. One that takes ten times as long as ours, or `--limit` seconds, is stopped. One that is
-stopped or ends without a solution is not started with other seeds. Nothing is compiled before, but
-for "ours, from the cache", as at every start but the first.
+Clock: starts with the process, so imports and compilation count. `first_seconds` is the time of the
+first printed return. Only "ours, from the cache" uses compiled functions of an earlier run. The
+libraries alternate seed by seed. A process is stopped after ten times our first seed's time, or
+after `--limit` seconds. A library that did not solve a task is not started with other seeds.
 
-In MiniGrid everyone plays his own port of the level, Stable-Baselines3 Farama's with the zoo's
-settings for other levels. Returns are Farama's, 1 - 0.9 steps / limit, so 0.9 needs success in
-nearly all episodes; it counts once the steps suffice for 64 episodes of full length, because those
-that end first are the lucky ones. Rejax plays NAVIX's levels, where episodes end after 100 steps;
-its configurations are those of the nearest ones that it has, Empty-Random-8x8 and DoorKey-8x8, but
-for the interval between evaluations and DoorKey's length.
+A task is solved if the mean return of the last training episodes reaches the threshold:
 
-MuJoCo's thresholds are the returns that CleanRL's documentation has after a million steps. Ours are
-worlds/mujoco_envpool.py and worlds/gymnasium_envs.py, which print the last episode of each
-environment: of the one in MuJoCo 32 lines count, of the 16 in LunarLander four, about as many steps
-as 64 episodes. The zoo's settings for MuJoCo are those of its -v3. CleanRL, of an older Gymnasium,
-plays LunarLander-v2.
+| library               | episodes of the mean                                                     |
+| --------------------- | ------------------------------------------------------------------------ |
+| ours                  | last episode of each environment (64 in CartPole, 128 in Pendulum)       |
+| ours, MuJoCo          | last 32 printed returns of one environment                               |
+| ours, LunarLander     | last 4 printed returns of 16 environments                                |
+| Rejax, XLand-MiniGrid | 128 evaluation episodes every `eval_freq` steps, 80 after every update   |
+| all others            | last 64 episodes                                                         |
 
-Peers that are not installed (requirements.txt) or not given are left out. PureJaxRL is a clone of
-it, and needs distrax, as does XLand-MiniGrid's trainer; CleanRL's `ppo.py` is a clone's, and needs
-a Python with torch and gymnasium 0.29. Results go to benchmarks/results/time_to_solve.json after
-every process, with the curves, and to time_to_solve.png; those of other tasks stay there.
+Settings: Rejax's configurations, the defaults of PureJaxRL, XLand-MiniGrid and CleanRL, and RL
+Baselines3 Zoo for Stable-Baselines3 and SBX (for MuJoCo those of -v3). MuJoCo's thresholds are the
+returns after a million steps in CleanRL's documentation. CleanRL plays LunarLander-v2.
+
+MiniGrid: each library plays its own port of a level, Stable-Baselines3 Farama's. The return is
+Farama's, 1 - 0.9 steps / limit, so 0.9 requires success in nearly all episodes. It counts once
+64 episodes of full length could have ended, because short episodes end first. In NAVIX, which Rejax
+plays, episodes end after 100 steps. Rejax's configurations are those of Empty-Random-8x8 and
+DoorKey-8x8, except for the evaluation interval and the length in DoorKey; Stable-Baselines3's are
+the zoo's for other levels.
+
+Libraries that are not installed (requirements.txt) or not given are skipped. `--purejaxrl` and
+`--xland` require distrax, `--cleanrl-python` is a Python with torch and gymnasium 0.29. Results and
+curves are written to benchmarks/results/time_to_solve.json and .png after every process. Other
+tasks in the file are kept.
 """
 
 import argparse
@@ -58,24 +60,24 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "time_to_solve.json"
 THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200, "Empty-8x8": 0.9, "DoorKey-6x6": 0.9}
-WORLDS = {  # what ours is, how many of its lines count, what CleanRL's is and calls it
+WORLDS = {  # our adapter script, lines of the mean, CleanRL's script and environment id
     "HalfCheetah-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "HalfCheetah-v4"),
     "Hopper-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "Hopper-v4"),
     "LunarLander-v3": ("gymnasium_envs", 4, "ppo.py", "LunarLander-v2"),
 }
 THRESHOLDS |= {"HalfCheetah-v4": 1443, "Hopper-v4": 2383, "LunarLander-v3": 200}
-LIMITS = {"Empty-8x8": 256, "DoorKey-6x6": 360}  # steps of an episode in Farama's MiniGrid
+LIMITS = {"Empty-8x8": 256, "DoorKey-6x6": 360}  # time limits in Farama's MiniGrid
 WINDOW = 64  # episodes of the mean
-# What programs print: the mean return at a step, or the return of one episode.
+# Printed lines: the mean return at a step, or the return of one episode.
 MEAN = re.compile(r"^([\d,]+) steps\b.*return (-?[\d.]+)")
 EPISODE = re.compile(r"^global.step=(\d+), episodic.return=\[?(-?[\d.]+)")
 
 
-# --- Workers: a peer in a process of its own, which prints such lines ---
+# --- Workers: a library in its own process that prints such lines ---
 
 
 def rejax_worker(task, seed):
-    """Rejax's PPO with its configuration for this task, but for the length in DoorKey."""
+    """Runs Rejax's PPO with its configuration of this task, except for the length in DoorKey."""
     import jax
     import rejax
 
@@ -124,10 +126,7 @@ def rejax_worker(task, seed):
 
 
 def sb3_worker(library, task, seed):
-    """PPO of "stable_baselines3" or "sbx" with the zoo's settings for this task.
-
-    For MiniGrid they are those that it has for other levels of this kind.
-    """
+    """Runs PPO of "stable_baselines3" or "sbx" with the zoo's settings (MiniGrid: other levels)."""
     import importlib
 
     import jax
@@ -202,11 +201,11 @@ def sb3_worker(library, task, seed):
 
 
 def purejaxrl_worker(folder, seed):
-    """PureJaxRL's `ppo.py` with the settings of its own main program."""
+    """Runs PureJaxRL's `ppo.py` with the settings of its main block."""
     import unittest.mock
 
     for name in "brax brax.envs brax.envs.wrappers brax.envs.wrappers.training navix".split():
-        sys.modules[name] = unittest.mock.MagicMock()  # of other environments
+        sys.modules[name] = unittest.mock.MagicMock()  # for other environments
     sys.path[:0] = [str(folder), str(folder / "purejaxrl")]
     import jax
     import ppo
@@ -221,7 +220,7 @@ def purejaxrl_worker(folder, seed):
 
 
 def xland_worker(folder, task, seed):
-    """XLand-MiniGrid's single-task trainer with its own settings, but for the length in DoorKey."""
+    """Runs XLand-MiniGrid's single-task trainer with its settings, except DoorKey's length."""
     import unittest.mock
 
     for name in ("wandb", "pyrallis"):  # for logging and for flags
@@ -231,7 +230,7 @@ def xland_worker(folder, task, seed):
     import jax.numpy as jnp
     import xminigrid.wrappers  # noqa: F401, before the patch
 
-    # Arrays as defaults of dataclass fields, which it has, are an error since Python 3.11.
+    # Its dataclasses have arrays as default values, an error since Python 3.11.
     with unittest.mock.patch.object(jnp, "asarray", lambda number: number):
         import train_single_task as trainer
     from flax.jax_utils import replicate
@@ -240,7 +239,7 @@ def xland_worker(folder, task, seed):
     config = trainer.TrainConfig(env_id=f"MiniGrid-{task}", seed=seed, total_timesteps=steps)
     play, returns = trainer.rollout, []
 
-    def show(episode_return):  # of one of the evaluation's episodes, which follow every update
+    def show(episode_return):  # one evaluation episode
         returns.append(float(episode_return))
         evaluation, rest = divmod(len(returns), config.eval_episodes)
         if rest == 0:
@@ -265,7 +264,7 @@ def xland_worker(folder, task, seed):
 
 
 def commands(choice, task, seed, folder):
-    """{name: command} of the programs that can do this task; `folder` is for what they write."""
+    """Returns {name: command} for this task; the processes write to `folder`."""
     python, worker = sys.executable, [sys.executable, __file__, "--task", task, "--seed", str(seed)]
     for script in ROOT.glob("ppo_*.py"):
         shutil.copy(script, folder)
@@ -291,7 +290,8 @@ def commands(choice, task, seed, folder):
             found["cleanrl"] = [choice.cleanrl_python, str(script), "--seed", str(seed)]
     elif task in WORLDS:
         program, _, script, env_id = WORLDS[task]
-        ours = [python, str(ROOT / "benchmarks" / "environments" / f"{program}.py"), "--env-id", task]
+        path = ROOT / "benchmarks" / "environments" / f"{program}.py"
+        ours = [python, str(path), "--env-id", task]
         ours += ["--seed", str(seed), "--log-interval", "1"]
         found = {"ours": ours, "ours, from the cache": ours}
         if choice.cleanrl:
@@ -305,7 +305,7 @@ def commands(choice, task, seed, folder):
         found = {"ours": ours, "ours, from the cache": ours}
     for name in ("rejax", "sbx", "stable_baselines3"):
         if name == "sbx" and task in LIMITS or name == "rejax" and task in WORLDS:
-            continue  # there are no settings for it
+            continue  # no published settings
         if choice.only and name not in choice.only:
             continue
         if importlib.util.find_spec(name):
@@ -316,21 +316,21 @@ def commands(choice, task, seed, folder):
 
 
 def clocked(command, folder, threshold, limit, cache, min_steps=0, lines=1):
-    """Runs a command until it has solved the task, has ended, or the limit is over: a row.
+    """Runs a command until it solves the task, ends or exceeds `limit` seconds; returns a row.
 
-    Of printed means that many lines count, of single episodes WINDOW.
+    The return is the mean of the last `lines` printed means, or of the last WINDOW episodes.
     """
     env = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     if cache is None:
         env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     last = {MEAN: collections.deque(maxlen=lines), EPISODE: collections.deque(maxlen=WINDOW)}
     points, solved = [], False
-    output = collections.deque(maxlen=20)  # what a failing program says last
+    output = collections.deque(maxlen=20)  # for the error message
     start = time.perf_counter()
     with subprocess.Popen(
         command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        clock = threading.Timer(limit, process.kill)  # also of a program that prints nothing
+        clock = threading.Timer(limit, process.kill)  # also if nothing is printed
         clock.start()
         for line in process.stdout:
             output.append(line)
@@ -363,12 +363,12 @@ def clocked(command, folder, threshold, limit, cache, min_steps=0, lines=1):
 
 
 def median(numbers):
-    """The median, or None if one of the processes has printed no return at all."""
+    """Returns the median, or None if a process has not printed a return."""
     return None if None in numbers else statistics.median(numbers)
 
 
 def draw(result, path):
-    """Return over seconds, a panel for each task; solved runs end at the threshold."""
+    """Plots return over seconds, one panel per task; solved runs end at the threshold."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -402,13 +402,13 @@ def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--tasks", nargs="+", default=list(THRESHOLDS), choices=list(THRESHOLDS))
-    parser.add_argument("--only", nargs="+", help="names of programs")
+    parser.add_argument("--only", nargs="+", help="names of libraries")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--purejaxrl", type=pathlib.Path, help="a clone of PureJaxRL")
-    parser.add_argument("--xland", type=pathlib.Path, help="a clone of XLand-MiniGrid")
-    parser.add_argument("--cleanrl", type=pathlib.Path, help="a clone of CleanRL")
+    parser.add_argument("--purejaxrl", type=pathlib.Path, help="clone of PureJaxRL")
+    parser.add_argument("--xland", type=pathlib.Path, help="clone of XLand-MiniGrid")
+    parser.add_argument("--cleanrl", type=pathlib.Path, help="clone of CleanRL")
     parser.add_argument("--cleanrl-python", default=sys.executable)
-    parser.add_argument("--limit", type=float, help="seconds, instead of ten times ours")
+    parser.add_argument("--limit", type=float, help="seconds; default: ten times our first seed's")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -435,7 +435,7 @@ def main():
     }
     result = {"command": "python benchmarks/time_to_solve.py", "thresholds": THRESHOLDS}
     result |= {"conditions": {}, "rows": [], "medians": {}}
-    if choice.out.exists():  # other tasks stay; programs of one task have always run in turn
+    if choice.out.exists():  # keeps other tasks
         earlier = json.loads(choice.out.read_text())
         others = [task for task in earlier["conditions"] if task not in choice.tasks]
         result["conditions"] = {task: earlier["conditions"][task] for task in others}
@@ -455,11 +455,11 @@ def main():
                     continue
                 cached = cache if "cache" in name else None
                 limit = choice.limit or (10 * statistics.median(ours) if ours else 600)
-                min_steps = WINDOW * LIMITS.get(task, 0)  # before, only lucky episodes have ended
+                min_steps = WINDOW * LIMITS.get(task, 0)  # before, only short episodes have ended
                 lines = WORLDS[task][1] if name.startswith("ours") and task in WORLDS else 1
                 words = command, folder, THRESHOLDS[task], limit, cached, min_steps, lines
                 if cached and seed == 1:
-                    clocked(*words)  # fills it
+                    clocked(*words)  # fills the cache
                 row = clocked(*words)
                 if name == "ours" and row["solved"]:
                     ours.append(row["seconds"])
@@ -470,7 +470,7 @@ def main():
                 medians["solved"] = f"{sum(r['solved'] for r in rows)} of {len(rows)}"
                 result["medians"][f"{task}, {name}"] = medians
                 text = re.sub(r"\n {4,}(?=[-\d\[\]])", " ", json.dumps(result, indent=1))
-                choice.out.write_text(text + "\n")  # a curve is one line
+                choice.out.write_text(text + "\n")  # one line per curve
                 print(f"{task}, {name}, seed {seed}: {row['seconds']:.1f} s", end="", flush=True)
                 print(f", {row['steps'] or 0:,} steps" + ("" if row["solved"] else ", not solved"))
             shutil.rmtree(folder)
