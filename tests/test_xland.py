@@ -14,7 +14,7 @@ import ppo_minigrid_rnn as script
 
 xminigrid = pytest.importorskip("xminigrid")
 sys.path.insert(0, str(ROOT / "benchmarks" / "environments"))
-import xland_minigrid as world  # noqa: E402
+import xland_minigrid as adapter  # noqa: E402
 from xland_tasks import write_tasks  # noqa: E402
 
 SMALL = dict(num_envs=16, num_steps=16, num_minibatches=2, rnn_hidden_dim=8, head_hidden_dim=8)
@@ -23,9 +23,9 @@ ROOM = "XLand-MiniGrid-R1-9x9"
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    """The script with these environments, as the program starts it."""
-    monkeypatch.setattr(script, "Args", world.Args)
-    monkeypatch.setattr(script, "make_env", world.make_env)
+    """Replaces the parts of the script that the adapter replaces."""
+    monkeypatch.setattr(script, "Args", adapter.Args)
+    monkeypatch.setattr(script, "make_env", adapter.make_env)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def equal(ours, theirs):
 
 def test_steps_equal_xminigrid(task_file):
     """Random actions from many starts, some of them just before the time limit."""
-    num_envs, ours = 128, world.XLand(ROOM, task_file)
+    num_envs, ours = 128, adapter.XLand(ROOM, task_file)
     theirs, params = xminigrid.make(ROOM)
     assert (ours.num_actions, ours.max_episode_steps) == (6, params.max_steps)
     keys = jax.random.split(jax.random.key(0), num_envs)
@@ -68,11 +68,11 @@ def test_steps_equal_xminigrid(task_file):
 
 
 def test_tasks(task_file):
-    """Each level has a random task of the file or always the same one, and that task's things."""
+    """Each level has a random task of the file, or always the same one, with its objects."""
     benchmark = xminigrid.benchmarks.load_benchmark_from_path(task_file)
     rulesets = [benchmark.get_ruleset(i) for i in range(10)]
     keys = jax.random.split(jax.random.key(0), 200)
-    levels = jax.device_get(jax.jit(jax.vmap(world.XLand(ROOM, task_file).reset))(keys)).state
+    levels = jax.device_get(jax.jit(jax.vmap(adapter.XLand(ROOM, task_file).reset))(keys)).state
     found = set()
     for goal, grid in zip(levels.goal_encoding, levels.grid):
         (number,) = [i for i in range(10) if (rulesets[i].goal == goal).all()]
@@ -82,19 +82,19 @@ def test_tasks(task_file):
     assert found == set(range(10))
     assert len(np.unique(levels.grid, axis=0)) > 190
 
-    levels = jax.jit(jax.vmap(world.XLand(ROOM, task_file, 7).reset))(keys[:20])
+    levels = jax.jit(jax.vmap(adapter.XLand(ROOM, task_file, 7).reset))(keys[:20])
     assert (levels.state.goal_encoding == rulesets[7].goal).all()
 
 
 def test_a_trial_keeps_its_task(task_file):
     """Level and task of all episodes of a trial are the same; the next trial has new ones."""
     args = script.Args(env_id=ROOM, benchmark_id=task_file, episodes_per_trial=3, **SMALL)
-    single = world.XLand(ROOM, task_file)
+    single = adapter.XLand(ROOM, task_file)
     single.max_episode_steps = 5
     env = script.Trials(single, args.episodes_per_trial)
     key = jax.random.key(0)
     params = jax.jit(lambda key: script.init_agent(args, key, env))(key)
-    sizes = 13 + 12  # kinds of things and colours, of each of four cells
+    sizes = 13 + 12  # kinds of objects and colors, of each of four cells
     assert params["params"]["encoder"]["conv0"]["w"].shape == (16, 4 * sizes)
 
     start = jax.jit(jax.vmap(env.reset))(jax.random.split(key, args.num_envs))
@@ -127,13 +127,13 @@ def test_a_port_from_the_command_line(tmp_path, monkeypatch):
 
 
 def test_first_use_while_a_program_is_traced():
-    """Nothing that xminigrid makes at its import belongs to the program that is traced then."""
+    """Arrays that xminigrid creates at its import are no tracers."""
     code = """
 import sys
 sys.path.insert(0, "benchmarks/environments")
-import jax, xland_minigrid as world
-args = world.Args(env_id="XLand-MiniGrid-MemoryS8")
-reset = jax.jit(jax.vmap(lambda key: world.make_env(args).reset(key)))
+import jax, xland_minigrid as adapter
+args = adapter.Args(env_id="XLand-MiniGrid-MemoryS8")
+reset = jax.jit(jax.vmap(lambda key: adapter.make_env(args).reset(key)))
 jax.eval_shape(reset, jax.random.split(jax.random.key(0), 2))
 reset(jax.random.split(jax.random.key(0), 3))
 """
@@ -141,27 +141,27 @@ reset(jax.random.split(jax.random.key(0), 3))
 
 
 def test_arguments_are_parsed_before_jax_starts(task_file):
-    """Processes that train together meet before JAX does anything; xminigrid makes arrays."""
+    """`jax.distributed.initialize` must run before JAX starts; xminigrid creates arrays."""
     words = ["--env-id", ROOM, "--benchmark-id", task_file]
     code = f"""
 import sys
 sys.path.insert(0, "benchmarks/environments")
-import xland_minigrid as world
+import xland_minigrid as adapter
 from jax._src import xla_bridge
-world.ppo.Args, world.ppo.make_env = world.Args, world.make_env
-args = world.ppo.parse_args({words})
+adapter.ppo.Args, adapter.ppo.make_env = adapter.Args, adapter.make_env
+args = adapter.ppo.parse_args({words})
 assert not xla_bridge.backends_are_initialized()
-world.make_env(args)
+adapter.make_env(args)
 assert xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
 
 
 def test_usage_errors(task_file, tmp_path):
-    """One line each; what xminigrid knows is in it."""
+    """One line each, with similar names of xminigrid."""
     (tmp_path / "damaged").write_bytes(b"BZh9")
     for options, message in [
-        (dict(env_id="XLand-MiniGrid-R1"), "--env-id XLand-MiniGrid-R1: unknown.*R1-9x9"),
+        (dict(env_id="XLand-MiniGrid-R1"), "--env-id XLand-MiniGrid-R1: not in .*R1-9x9"),
         (dict(env_id=ROOM), "needs --benchmark-id"),
         (dict(env_id=ROOM, ruleset_id=1), "--ruleset-id needs --benchmark-id"),
         (dict(env_id=ROOM, benchmark_id="nothing"), "--benchmark-id nothing: .*trivial-21k"),
@@ -169,7 +169,7 @@ def test_usage_errors(task_file, tmp_path):
         (dict(env_id=ROOM, benchmark_id=task_file, ruleset_id=10), "--ruleset-id 10: .* 0 to 9"),
         (dict(env_id=ROOM, benchmark_id=task_file, img_obs=True), "--img-obs"),
         (dict(env_id="XLand-MiniGrid-Empty-5x5", benchmark_id=task_file), "has no rulesets"),
-        (dict(env_id="Empty-5x5"), "--env-id MiniGrid-Empty-5x5-v0: unknown to xminigrid"),
+        (dict(env_id="Empty-5x5"), "--env-id MiniGrid-Empty-5x5-v0: not in xminigrid"),
     ]:
         with pytest.raises(script.UserError, match=message) as error:
             script.main(words_of(**options))
@@ -177,23 +177,25 @@ def test_usage_errors(task_file, tmp_path):
 
 
 def test_a_file_of_the_generator(task_file, tmp_path, capsys):
-    """XLand-MiniGrid's ruleset_generator.py also saves the flags that it had, which are no arrays.
+    """XLand-MiniGrid's ruleset_generator.py also saves its flags, which are not arrays.
 
-    Of a large file the first tasks are taken, and a line says so, or the one that is asked for.
+    Of a large file the first tasks are used, with a message, or the task of --ruleset-id.
     """
     from xminigrid.benchmarks import load_bz2_pickle, save_bz2_pickle
 
     tasks = load_bz2_pickle(task_file)
-    many = {name: np.resize(x, (world.MAX_RULESETS + 5, *x.shape[1:])) for name, x in tasks.items()}
+    many = {
+        name: np.resize(x, (adapter.MAX_RULESETS + 5, *x.shape[1:])) for name, x in tasks.items()
+    }
     many["goals"] = np.array(many["goals"])
     many["goals"][-1] = 7
     many["generation_config"] = {"chain_depth": 0, "random_seed": 42, "prune_prob": 0.0}
     save_bz2_pickle(many, str(tmp_path / "many"))
-    part = world.load_rulesets(str(tmp_path / "many"), None)
-    assert part.num_rulesets() == world.MAX_RULESETS
+    part = adapter.load_rulesets(str(tmp_path / "many"), None)
+    assert part.num_rulesets() == adapter.MAX_RULESETS
     assert "of the 10,005 rulesets of " in (out := capsys.readouterr().out)
     assert out.endswith(" the first 10,000 are used\n")
     equal(part.goals[:10], tasks["goals"])
-    last = world.XLand(ROOM, str(tmp_path / "many"), world.MAX_RULESETS + 4)
+    last = adapter.XLand(ROOM, str(tmp_path / "many"), adapter.MAX_RULESETS + 4)
     level = jax.jit(last.reset)(jax.random.key(0))
     assert (level.state.goal_encoding == 7).all()

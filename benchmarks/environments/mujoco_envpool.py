@@ -111,9 +111,8 @@ def flatten(space, obs):
     elif isinstance(space, spaces.Tuple):
         parts = [flatten(*part) for part in zip(space, obs)]
     elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        sizes = np.ravel(getattr(space, "nvec", getattr(space, "n", None)))
         columns = (obs - space.start).reshape(len(obs), -1).T
-        parts = [jax.nn.one_hot(*part) for part in zip(columns, sizes)]
+        parts = [jax.nn.one_hot(*part) for part in zip(columns, num_choices(space))]
     elif isinstance(space, spaces.Box | spaces.MultiBinary) and math.prod(space.shape):
         parts = [obs.reshape(len(obs), -1)]
     else:
