@@ -1,0 +1,150 @@
+"""The recurrent adapter of the Atari script: hidden states, resets, evaluation."""
+
+import functools
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "environments"))
+gymnasium = pytest.importorskip("gymnasium")
+recurrent = pytest.importorskip("recurrent")
+ppo = recurrent.ppo
+
+SIZES = dict(env_id="Short-v0", num_envs=4, num_steps=14, num_minibatches=2, hidden_size=8)
+
+
+class Short(gymnasium.Env):
+    """Episodes of five steps; the agent sees the seed's number in the first observation only."""
+
+    observation_space = gymnasium.spaces.Box(-10.0, 10.0, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.number = 0, self.np_random.normal()
+        return np.float32([self.number, 0.0]), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.float32([0.0, self.t]), float(action[0] * self.number), self.t == 5, False, {}
+
+
+if "Short-v0" not in gymnasium.registry:
+    gymnasium.register("Short-v0", Short)
+
+
+@pytest.fixture(scope="module")
+def agent():
+    """The Atari script with the parts of the recurrent adapter, as in `recurrent.main`."""
+    names = "Args make_env init_agent forward learn update_epochs".split()
+    before = {name: getattr(ppo, name) for name in names}
+    for name in names:
+        setattr(ppo, name, getattr(recurrent, name))
+    yield recurrent.Args(**SIZES)
+    for name, value in before.items():
+        setattr(ppo, name, value)
+
+
+def played(args):
+    """(params, NumPy state after, NumPy trajectory, state after) of the second of two rollouts."""
+    env = ppo.make_env(args)
+    pool = env.make_pool(ppo.env_seeds(args, args.num_envs))
+    state = ppo.start_episodes(args, env, pool, ppo.init_states(args))
+    rollout = jax.jit(functools.partial(ppo.rollout, args, env, pool))
+    state, _ = rollout(state)
+    after, trajectory = jax.block_until_ready(rollout(state))
+    pool.close()
+    params, after, trajectory = jax.tree.map(lambda x: x[0], (state.params, after, trajectory))
+    return *jax.device_get((params, after._replace(key=()), trajectory)), after
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def numpy_gru(params, x, h):
+    """One step of flax's GRUCell, by its definition."""
+    gate = lambda name, z, part: z @ part[name]["kernel"] + part[name].get("bias", 0.0)
+    r = sigmoid(gate("ir", x, params) + gate("hr", h, params))
+    z = sigmoid(gate("iz", x, params) + gate("hz", h, params))
+    n = np.tanh(gate("in", x, params) + r * gate("hn", h, params))
+    return (1 - z) * n + z * h
+
+
+def test_rollout_equals_a_numpy_loop(agent):
+    """Hidden states, values and log-probabilities, with episodes that end in the middle."""
+    params, after, trajectory, _ = played(agent)
+    net, hidden = params["network"]["params"], trajectory.obs["hidden"][0]
+    ends = ~trajectory.valid
+    assert ends[1:-1].any() and np.abs(hidden).max() > 0  # the state continues over rollouts
+    for t in range(agent.num_steps):
+        hidden = np.where(trajectory.obs["start"][t][:, None], 0.0, hidden)
+        np.testing.assert_allclose(trajectory.obs["hidden"][t], hidden, atol=1e-5)
+        x = np.clip(trajectory.obs["obs"][t] / np.sqrt(1 + 1e-8), -10, 10)
+        x = np.tanh(x @ net["features"]["kernel"] + net["features"]["bias"])
+        hidden = numpy_gru(net["gru"], x, hidden)
+        value = hidden @ net["critic"]["kernel"] + net["critic"]["bias"]
+        np.testing.assert_allclose(trajectory.value[t], value[:, 0], atol=1e-5)
+        mean = hidden @ net["actor"]["kernel"] + net["actor"]["bias"]
+        squares = (trajectory.action[t] - mean) ** 2
+        log_prob = -0.5 * (squares + np.log(2 * np.pi)).sum(-1)  # log_std is 0
+        np.testing.assert_allclose(trajectory.log_prob[t], log_prob, atol=1e-4)
+    kept = np.where(after.env_state.obs["start"][:, None], 0.0, hidden)
+    np.testing.assert_allclose(after.env_state.obs["hidden"], kept, atol=1e-5)
+
+
+def test_episodes_start_without_memory(agent):
+    """The hidden state is zero after each step that only resets, and nowhere else."""
+    _, _, trajectory, _ = played(agent)
+    started = trajectory.obs["start"]
+    assert (started[1:] == ~trajectory.valid[:-1]).all() and started.any()
+    is_zero = (trajectory.obs["hidden"] == 0).all(-1)
+    assert is_zero[started].all() and not is_zero[1:][~started[1:]].any()
+
+
+def test_loss_sees_the_sequences_of_the_rollout(agent):
+    """With unchanged parameters all ratios are 1, although minibatches are shuffled."""
+    *_, trajectory, after = played(agent)
+    seen = []
+
+    def ppo_loss(args, params, batch):
+        dist, value = ppo.forward(args, params, batch.obs)
+        ratio = dist.log_prob(batch.action) - batch.log_prob
+        jax.debug.callback(lambda *x: seen.append(x), ratio, value - batch.value)
+        return 0.0 * value.mean(), {}
+
+    original, ppo.ppo_loss = ppo.ppo_loss, ppo_loss
+    try:
+        jax.block_until_ready(jax.jit(functools.partial(ppo.learn, agent))(after, trajectory))
+    finally:
+        ppo.ppo_loss = original
+    jax.effects_barrier()
+    assert len(seen) == agent.update_epochs * agent.num_minibatches
+    for ratio, value in seen:
+        assert ratio.shape == (agent.num_envs // agent.num_minibatches, agent.num_steps)
+        np.testing.assert_allclose(ratio, 0.0, atol=1e-4)
+        np.testing.assert_allclose(value, 0.0, atol=1e-5)
+
+
+def test_evaluation_equals_a_replay(agent):
+    """Returns of `evaluate` are those of its actions in the same environments."""
+    args = recurrent.Args(**SIZES, eval_episodes=3, eval_mode="greedy")
+    params = ppo.init_states(args).params
+    act = functools.partial(ppo.jit_function(args, ppo.evaluation_actions), ppo.float_inputs(args))
+    evaluation = ppo.evaluate(args, act, params)
+    assert (evaluation.episode_length == 5).all() and len(evaluation.actions) == 5
+    env, net = gymnasium.make("Short-v0"), jax.tree.map(np.asarray, params)["network"]["params"]
+    net = jax.tree.map(lambda x: x[0], net)
+    seed = int(ppo.env_seeds(args, 3, ppo.EVALUATION)[0])
+    obs, total, hidden = env.reset(seed=seed)[0], 0.0, np.zeros(8)
+    for action in evaluation.actions:
+        x = np.tanh(obs @ net["features"]["kernel"] + net["features"]["bias"])
+        hidden = numpy_gru(net["gru"], x, hidden)
+        mean = hidden @ net["actor"]["kernel"] + net["actor"]["bias"]
+        np.testing.assert_allclose(action, mean, atol=1e-5)
+        obs, reward, *_ = env.step(np.clip(action, -1, 1))
+        total += reward
+    assert evaluation.episode_return[0, 0] == pytest.approx(total, abs=1e-4)
