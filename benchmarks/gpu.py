@@ -1,33 +1,31 @@
-"""Measures the scripts on one GPU and keeps what it has after each measurement, as JSON.
+"""Measures the scripts on one GPU; writes a JSON file after each measurement.
 
-    python benchmarks/gpu.py --out gpu.json                     # all of it, in 25 minutes at most
+    python benchmarks/gpu.py --out gpu.json                     # everything, at most 25 minutes
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only correctness learning
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only speed
     python benchmarks/gpu.py --out gpu.json --only start solve environments --purejaxrl FOLDER
-    python benchmarks/gpu.py --out trial.json --smoke           # tiny sizes, for a trial on a CPU
+    python benchmarks/gpu.py --out trial.json --smoke           # tiny sizes, also on a CPU
 
-| stage       | what is measured                                                                   |
-| ----------- | ---------------------------------------------------------------------------------- |
-| device      | packages, driver                                                                   |
-| correctness | three updates beside the CPU's, products in full precision; of Atari the learning  |
-| resume      | bits after 40 updates, the run stopped and resumed after 20 of them or not         |
-| learning    | steps and seconds of training until the task is solved                             |
-| speed       | steps per second by number of environments                                         |
-| unroll      | the same, seconds to compile and kernels, by the steps in an iteration of a loop   |
-| start       | seconds of a process until the first update                                        |
-| solve       | seconds of a process until a task is solved, beside PureJaxRL and Rejax            |
+| stage        | what is measured                                                                  |
+| ------------ | --------------------------------------------------------------------------------- |
+| device       | packages, driver                                                                  |
+| correctness  | three updates (Atari: one) compared with a CPU, in full matrix precision          |
+| resume       | whether a run resumed after 20 of 40 updates is bit-identical to one in one piece |
+| learning     | steps and seconds of training until the task is solved                            |
+| speed        | steps per second by number of environments                                        |
+| unroll       | steps per second, compile time and kernels by unroll factor                       |
+| start        | seconds of a process until the first update                                       |
+| solve        | seconds of a process until a task is solved, also for PureJaxRL and Rejax         |
 | environments | steps per second and return in Brax, MuJoCo Playground and Craftax                |
 
-The last three begin no process after five minutes each. A row of `start` and one of ours in `solve`
-is two processes: one with an empty compilation cache, one with what that left there.
-`--only` takes parts of the names of measurements. A file that exists is added to; a failure takes
-no success's place. What fails has the error's text as its row, and the next measurement is begun;
-when the time is over the rest is "skipped". Where JAX finds no GPU the program ends with status 3.
-
-Of the scripts' packages JAX, NumPy, flax and optax (MiniGrid, Atari) and EnvPool (Atari) have to be
-there; TensorBoard, Pillow and so on are for the scripts' files, which only `resume` and the last
-three write, so empty modules take the place of those that are not installed. Where tyro is not,
-without_tyro/ reads the flags, and imports take less time.
+- Each of the last three stages starts no process after five minutes. `start` and ours in `solve`
+  run two processes: with an empty and with a filled compilation cache.
+- `--only` selects measurements by parts of their names.
+- Results are added to an existing file. A failed measurement does not replace a successful one. Its
+  row contains the error; measurements without time left are "skipped".
+- Without a GPU the exit status is 3.
+- Required packages: JAX, NumPy, flax and optax (MiniGrid, Atari), EnvPool (Atari). Empty modules
+  replace missing packages that only write files; without_tyro/ replaces tyro.
 """
 
 import argparse
@@ -66,7 +64,7 @@ COMPARED_WITH_CPU = {
     MINIGRID: dict(num_envs=64, num_steps=32, num_minibatches=4),
     ATARI: dict(num_envs=8, num_steps=32),
 }
-# Name -> script, flags, the score that counts, and from where on the task is solved.
+# Name -> script, flags, (score, threshold).
 LEARNING = {
     "CartPole 4,096": (
         CARTPOLE,
@@ -86,23 +84,23 @@ LEARNING = {
         dict(env_id="DoorKey-6x6", total_timesteps=1e6),
         ("eval_success_rate", 0.95),
     ),
-    "Atari Pong 64": (  # by the games of training: an evaluation takes minutes
+    "Atari Pong 64": (  # training return, because an evaluation takes minutes
         ATARI,
         dict(env_id="Pong-v5", num_envs=64, num_minibatches=16, total_timesteps=10e6),
         ("charts/episodic_return", 18),
     ),
 }
-LEARNING_POINTS = 40  # evaluations of a training
+LEARNING_POINTS = 40  # evaluations per run
 RESUMED = (CARTPOLE, MINIGRID)
-UNROLLED = (1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (4, 16), (8, 16)  # all other loops, GAE
+UNROLLED = (1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (4, 16), (8, 16)  # other loops, GAE
 WIDE = dict(num_steps=128, num_minibatches=4, update_epochs=4)
-NUM_ENVS = {  # what else is as in `flags`
+NUM_ENVS = {  # flags, numbers of environments
     CARTPOLE: (WIDE, (1024, 4096, 16_384, 65_536)),
     SWINGUP: (WIDE, (1024, 4096, 16_384, 65_536)),
     MINIGRID: (sps.COMPARED[MINIGRID], (1024, 4096, 16_384)),
     ATARI: ({}, (8, 64, 256)),
 }
-PROCESSES = ("start", "solve", "environments")  # stages of whole processes, five minutes each
+PROCESSES = ("start", "solve", "environments")  # stages that start processes, five minutes each
 STARTED = {
     "CartPole": (CARTPOLE, {}),
     "MiniGrid DoorKey-6x6": (MINIGRID, dict(env_id="DoorKey-6x6")),
@@ -110,7 +108,7 @@ STARTED = {
     "Atari": (ATARI, {}),
 }
 SOLVED = "ours", "purejaxrl", "rejax"
-# Program -> the package that it needs, flags beside 1,024 environments and 32 minibatches.
+# Adapter script -> required package, flags in addition to 1,024 environments and 32 minibatches.
 WORLDS = {
     "brax_physics": ("brax", dict(total_timesteps=8e6)),
     "playground_control": ("mujoco_playground", dict(total_timesteps=4e6)),
@@ -122,7 +120,7 @@ REPORTED = """sps compile_seconds train_seconds wall_seconds total_timesteps
 
 
 def stand_in_for_unused():
-    """A module that reads flags in tyro's place, empty ones for packages that write files."""
+    """Replaces missing packages: tyro by without_tyro/, those that write files by empty modules."""
     try:
         importlib.import_module("tyro")
     except ImportError:
@@ -138,7 +136,7 @@ def stand_in_for_unused():
 
 
 def flags_of(choice, name, flags):
-    """These flags, in a trial with tiny sizes."""
+    """Returns the flags, with tiny sizes for --smoke."""
     if not choice.smoke:
         return flags
     sizes = dict(num_envs=8, num_steps=8, num_minibatches=2, update_epochs=1, total_timesteps=128.0)
@@ -148,7 +146,7 @@ def flags_of(choice, name, flags):
 
 
 def words_of(flags):
-    """A command line's words."""
+    """Returns command-line arguments."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
 
 
@@ -158,7 +156,7 @@ def words_of(flags):
 
 
 def device():
-    """What runs here."""
+    """Returns devices, driver and versions."""
     facts = {
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.local_devices()],
@@ -173,7 +171,7 @@ def device():
 
 
 def far_apart(ours, theirs):
-    """The largest difference of two trees, relative to numbers above 1; NaN equals NaN."""
+    """Returns the largest difference of two trees, relative for values above 1; NaN equals NaN."""
     largest = 0.0
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -185,9 +183,9 @@ def far_apart(ours, theirs):
 
 
 def like_cpu(choice, name):
-    """Three updates from the same state, here and on the CPU; of Atari one, of the same games.
+    """Compares three updates from the same state with those of a CPU; one update in Atari.
 
-    Each side is traced as for its own platform: a trial on a CPU runs the programs made for GPUs.
+    Each side is traced for its own platform. With --smoke the CPU also runs the GPU's version.
     """
     script = importlib.import_module(name)
     args, state, update, envs = sps.prepare(
@@ -208,7 +206,7 @@ def like_cpu(choice, name):
             jax.default_device(where),
         ):
             (state, *others), found[kind] = jax.device_put(inputs, where), []
-            step = jax.jit(lambda *inputs: update(args, *inputs))  # traced anew
+            step = jax.jit(lambda *inputs: update(args, *inputs))  # is traced again
             for _ in range(updates):
                 state, metrics = step(state, *others)
                 found[kind].append(jax.device_get((state.params, metrics)))
@@ -220,7 +218,7 @@ def like_cpu(choice, name):
 
 
 def resume(choice, name, xla_flags):
-    """Whether a run that was resumed has the bits of one that was not; every process compiles."""
+    """Compares a resumed run with an uninterrupted one bit by bit, without a compilation cache."""
     script = importlib.import_module(name)
     updates = 4 if choice.smoke else 40
     env = os.environ | {"XLA_FLAGS": xla_flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -241,7 +239,7 @@ def resume(choice, name, xla_flags):
             with np.load(path) as file:
                 return dict(file), path.parent
 
-        words = words_of(fixed) + ["--no-anneal-lr"]  # the learning rate would follow the length
+        words = words_of(fixed) + ["--no-anneal-lr"]  # annealing depends on the length
         run("whole", updates, *words)
         run("parts", updates // 2, *words)
         run("parts", updates, "--resume", str(arrays("parts")[1]))
@@ -251,7 +249,7 @@ def resume(choice, name, xla_flags):
 
 
 def learning(choice, name, flags, aim):
-    """Trains until the score `aim` = (name, at least) is reached, the run or the time is over."""
+    """Trains until the score `aim` = (name, threshold) is reached, or the run or time ends."""
     script = importlib.import_module(name)
     length = {"total_timesteps": script.Args.total_timesteps}
     args, state, update, envs = sps.prepare(script, **flags_of(choice, name, length | flags))
@@ -262,7 +260,7 @@ def learning(choice, name, flags, aim):
         evaluate = sps.compiled(script, args, script.evaluate_seeds, state.params)
     row = {"flags": flags, "aim": aim, "solved": False, "points": []}
     row["compile_seconds"] = time.perf_counter() - start
-    done, seconds = 0, 0.0  # of training alone
+    done, seconds = 0, 0.0  # training only
     while done < args.num_updates and not row["solved"] and time.time() < choice.end:
         start = time.perf_counter()
         rest = int(args.num_updates) - done
@@ -281,33 +279,33 @@ def learning(choice, name, flags, aim):
 
 
 def speed(choice, name, flags):
-    """Steps per second, the median of some rounds."""
+    """Returns steps per second, the median of several rounds."""
     run, facts = sps.ours(name, **flags_of(choice, name, flags))
     rounds = [run() for _ in range(1 if choice.smoke else 5)]
     return {"flags": flags, "sps": statistics.median(rounds), "rounds": rounds} | facts
 
 
 def unroll(choice, name, steps, gae_steps):
-    """Default flags, with so many steps in an iteration of GAE's loop, which has 16, and others."""
+    """Measures default flags with these unroll factors; GAE's loop is the one with factor 16."""
     script = importlib.import_module(name)
     with mock.patch.object(script, "gpu_unroll", lambda own: gae_steps if own == 16 else steps):
         return speed(choice, name, {})
 
 
 def start_of(choice, name, flags):
-    """Where the seconds until the first update go, as start.py has it."""
+    """Measures the seconds until the first update with start.py."""
     pair = start.pair(name, words_of(flags_of(choice, name, flags)))
     seconds = {kind: row["seconds"]["start"] for kind, row in pair.items()}
     return {"flags": flags, "seconds": seconds, "points": pair}
 
 
 def solve(choice, task, name):
-    """Seconds until a task of time_to_solve.py is solved by one of its programs."""
+    """Measures the seconds until a library solves a task of time_to_solve.py."""
     wanted = argparse.Namespace(only=[name], xland=None, cleanrl=None, purejaxrl=choice.purejaxrl)
     with tempfile.TemporaryDirectory() as folder:
         command = time_to_solve.commands(wanted, task, 1, folder).get(name)
         if command is None:
-            return {"skipped": f"{name} is not installed, not given or does not do it"}
+            return {"skipped": f"{name} is not installed, not given or has no such task"}
         if name == "ours":
             command += words_of(flags_of(choice, pathlib.Path(command[1]).stem, {}))
         threshold = time_to_solve.THRESHOLDS[task]
@@ -322,7 +320,7 @@ def solve(choice, task, name):
 
 
 def environment_row(choice, name, package, flags):
-    """What a program of benchmarks/environments says at its end."""
+    """Runs an adapter script of benchmarks/environments; returns values of its summary."""
     if importlib.util.find_spec(package) is None:
         return {"skipped": f"{package} is not installed"}
     env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -341,7 +339,7 @@ def environment_row(choice, name, package, flags):
 
 
 def measurements(choice):
-    """(name, function) of everything, what matters most first."""
+    """Yields (name, function) of all measurements, the most important first."""
     yield "device", device
     for name, _ in sorted(COMPARED_WITH_CPU.items(), key=lambda item: item[0] == ATARI):
         yield f"correctness {name}", functools.partial(like_cpu, choice, name)
@@ -377,7 +375,7 @@ def measurements(choice):
 
 
 def measure(choice, name, function):
-    """The row of a measurement; an error becomes one."""
+    """Returns the row of a measurement, also if it fails."""
     if time.time() > choice.stage_end:
         return {"skipped": "no time was left"}
     if ATARI in name or "Atari" in name:
@@ -388,7 +386,7 @@ def measure(choice, name, function):
     start = time.time()
     try:
         row = function()
-    except (Exception, SystemExit) as error:  # whatever it is, the others are measured
+    except (Exception, SystemExit) as error:  # continue with the next measurement
         lines = traceback.format_exc().splitlines()
         row = {"error": f"{type(error).__name__}: {error}"[-2000:], "traceback": lines[-20:]}
     return row | {"wall_seconds": time.time() - start}
@@ -398,16 +396,16 @@ def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu.json"))
-    parser.add_argument("--minutes", type=float, default=25, help="nothing begins after these")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of names of measurements")
-    parser.add_argument("--purejaxrl", type=pathlib.Path, help="a clone of PureJaxRL")
+    parser.add_argument("--minutes", type=float, default=25, help="starts nothing afterwards")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of measurement names")
+    parser.add_argument("--purejaxrl", type=pathlib.Path, help="clone of PureJaxRL")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also without a GPU")
     choice = parser.parse_args()
     choice.end = time.time() + 60 * choice.minutes
     with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false"):
-        backend = jax.default_backend()  # leaves the memory to other processes
+        backend = jax.default_backend()  # leaves memory for other processes
     if backend != "gpu" and not choice.smoke:
-        print("JAX finds no GPU; for a trial there is --smoke", file=sys.stderr)
+        print("error: JAX finds no GPU; use --smoke for a trial on a CPU", file=sys.stderr)
         sys.exit(3)
     stand_in_for_unused()
     jax.config.update("jax_enable_compilation_cache", False)
@@ -416,7 +414,7 @@ def main():
     result = json.loads(choice.out.read_text()) if choice.out.exists() else {"rows": {}}
     result |= {"smoke": choice.smoke, "date": datetime.date.today().isoformat()}
     result.setdefault("commands", []).append(" ".join(["gpu.py", *sys.argv[1:]]))
-    ends = {}  # of stages
+    ends = {}  # end time of each stage
     for name, function in measurements(choice):
         if name != "device" and not any(part in name for part in choice.only):
             continue

@@ -1,21 +1,20 @@
-"""Steady-state steps per second of every script, of peers, and how they scale; writes JSON.
+"""Measures steady-state steps per second of the scripts and of other libraries.
 
-    python benchmarks/sps.py                     # every script, by default and to compare
-    python benchmarks/sps.py --compare           # beside Rejax, Stable-Baselines3 and SBX
-    python benchmarks/sps.py --compare --purejaxrl FOLDER  # and PureJaxRL, a clone of it
+    python benchmarks/sps.py                     # all scripts: default and comparison flags
+    python benchmarks/sps.py --compare           # Rejax, Stable-Baselines3, SBX
+    python benchmarks/sps.py --compare --purejaxrl FOLDER  # and a clone of PureJaxRL
     python benchmarks/sps.py --scaling num-envs  # 1 .. 65,536 environments; also: num-seeds
-    python benchmarks/sps.py --env-only          # MiniGrid alone, beside xminigrid, NAVIX and
-                                                 # EnvPool; also: --stack
-    python benchmarks/sps.py --atari             # emulators alone, network alone, the whole
+    python benchmarks/sps.py --env-only          # MiniGrid, xminigrid, NAVIX and EnvPool
+                                                 # without training; also: --stack
+    python benchmarks/sps.py --atari             # emulators alone, network alone, both
 
-With `--only WORD` just the candidates whose name contains it are measured. Words like num_envs=16
-set fields of the scripts' arguments on top of everything else. Peers that are not installed (see
-requirements.txt) are left out.
+`--only WORD` selects candidates whose name contains WORD. Arguments like num_envs=16 set fields of
+the scripts' Args. Libraries that are not installed (requirements.txt) are skipped.
 
-Everything is compiled, without a cache, and warmed up first; then the candidates take turns (with
---scaling the sizes are measured one after the other), and medians over the rounds are reported;
-with peers also by how much ours is faster in the median round, because machines drift. A round ends
-with `block_until_ready`. An earlier commit's scripts beside ours: compare.py.
+All candidates are compiled without a cache and warmed up. They then run in alternation (with
+--scaling one after the other). Reported are medians over the rounds and, for other libraries, the
+median ratio within a round, which is robust to drift of the machine. A round ends with
+`block_until_ready`. compare.py compares with an earlier commit.
 """
 
 import argparse
@@ -42,8 +41,8 @@ sys.path.insert(0, str(ROOT))
 
 CARTPOLE, SWINGUP = "ppo_cartpole_jax", "ppo_swingup_jax"
 MINIGRID, ATARI = "ppo_minigrid_rnn", "ppo_atari_envpool_xla_jax"
-# Settings to compare with other programs: CartPole with all that the peers compute (normalised
-# advantages, clipped values, entropy), the 1,024 x 128 swing-up, a small recurrent agent.
+# Settings for comparisons: CartPole with everything that the other libraries compute (advantage
+# normalization, value clipping, entropy), swing-up at 1,024 x 128, a small recurrent agent.
 COMPARED = {
     CARTPOLE: dict(
         num_envs=64, num_steps=128, update_epochs=4, num_minibatches=4, learning_rate=2.5e-4,
@@ -56,8 +55,8 @@ COMPARED = {
         rnn_hidden_dim=64, head_hidden_dim=64,
     ),
 }  # fmt: skip
-# Ours -> xminigrid's environment that comes closest, None where it has none. It sees through walls,
-# ours only in Empty. NAVIX and EnvPool have those of the same name, if at all.
+# Ours -> xminigrid's most similar environment, or None. xminigrid observes through walls. NAVIX and
+# EnvPool use the same names.
 PEER_ENVIRONMENTS = {
     "Empty-6x6": "Empty-6x6",
     "Empty-8x8": "Empty-8x8",
@@ -66,12 +65,12 @@ PEER_ENVIRONMENTS = {
     "KeyCorridorS3R3": None,
     "MemoryS9": "MemoryS8",
 }
-SECONDS = 1.0  # about how long a measurement takes; `--seconds` sets it
+SECONDS = 1.0  # approximate length of a measurement, set by `--seconds`
 PACKAGES = "jax flax optax envpool rejax gymnax stable-baselines3 sbx-rl xminigrid navix".split()
 
 
 def version(package):
-    """Version of an installed package, None without it."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -79,7 +78,7 @@ def version(package):
 
 
 def parse_fields(words):
-    """{name: value} of words like num_envs=16; what is no Python literal is a string."""
+    """Parses words like num_envs=16; values that are not Python literals are strings."""
     fields = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -91,10 +90,10 @@ def parse_fields(words):
 
 
 def prepare(script, wrap_pool=lambda envs: envs, **changes):
-    """(args, state, update, envs): agents before training and their `update(args, state)`.
+    """Returns (args, initial state, `update(args, state)`, envs).
 
-    `envs` are Atari's emulators, else None. A program that steps them does not keep them alive; the
-    caller has to.
+    `envs` is Atari's pool of emulators, otherwise None. The caller must keep a reference to it,
+    because a compiled function does not.
     """
     args = script.Args(**{"total_timesteps": 1e12, **changes})
     state = script.jit_function(args, script.init_states, level=0)(script.float_inputs(args))
@@ -107,17 +106,17 @@ def prepare(script, wrap_pool=lambda envs: envs, **changes):
 
 
 def compiled(script, args, function, *inputs, **options):
-    """function(args, ...) compiled as the script's `main` does it, a function of such inputs."""
+    """Compiles function(args, ...) as the script's `main` does."""
     numbers = script.float_inputs(args)
     run = script.jit_function(args, function, **options).lower(numbers, *inputs).compile()
     return functools.partial(run, numbers)
 
 
 def ours(name, wrap_pool=lambda envs: envs, **changes):
-    """A function that trains for SECONDS and returns steps per second, and facts."""
+    """Returns (function that trains for SECONDS and returns steps per second, facts)."""
     script = importlib.import_module(name)
     args, state, update, envs = prepare(script, wrap_pool, **changes)
-    donated = {"donate_argnums": 1} if envs is None else {}  # as `main` has it
+    donated = {"donate_argnums": 1} if envs is None else {}  # as in `main`
     start = time.perf_counter()
     run_update = compiled(script, args, update, state, **donated)
     facts = {"compile_seconds": time.perf_counter() - start}
@@ -129,25 +128,24 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
         for _ in range(updates):
             carry[0], _ = run_update(carry[0])
         jax.block_until_ready(carry[0])
-        assert kept  # the compiled program steps them: they have to live as long
+        assert kept  # a reference to the pool that the compiled function steps
         return time.perf_counter() - start
 
-    if jax.default_backend() != "cpu":  # the first calls load kernels and build graphs of them
+    if jax.default_backend() != "cpu":  # the first calls load kernels and build CUDA graphs
         run(3)
     updates = 1
-    while (seconds := run(updates)) < SECONDS / 2:  # warms up, finds how many updates to time
+    while (seconds := run(updates)) < SECONDS / 2:  # warm-up, finds the number of updates
         updates *= 2
     updates = max(1, round(updates * SECONDS / seconds))
     return lambda: updates * args.batch_size * args.num_seeds / run(updates), facts
 
 
 def timed_steps(reset, step, num_envs, stack, num_steps=64):
-    """Steps per second of `num_envs` environments and the seconds of compilation.
+    """Returns (function that returns steps per second of `num_envs` environments, facts).
 
-    `reset(keys)` gives (state, observation), `step(state, key)` takes a random action everywhere
-    and gives (state, observation, (reward, done)). Every observation is written to memory, where an
-    agent would read it. With `stack` those of all steps are also put into one array, as rollouts
-    do; that XLA does on one core.
+    `reset(keys)` returns (state, observation). `step(state, key)` takes random actions and returns
+    (state, observation, (reward, done)). Every observation is written to memory. With `stack` the
+    observations of all steps are also written to one array, as in a rollout.
     """
 
     def run_steps(carry, key):
@@ -174,7 +172,7 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
 
 
 def our_minigrid(env_id, num_envs, stack):
-    """`timed_steps` of one of the MiniGrid script's environments."""
+    """`timed_steps` of an environment of the MiniGrid script."""
     script = importlib.import_module(MINIGRID)
     env = script.find_env(env_id)
 
@@ -199,7 +197,7 @@ def our_minigrid(env_id, num_envs, stack):
 
 
 def xminigrid_env(env_id, num_envs, stack):
-    """`timed_steps` of one of xminigrid's environments."""
+    """`timed_steps` of an environment of xminigrid."""
     import xminigrid
     from xminigrid.wrappers import GymAutoResetWrapper
 
@@ -219,10 +217,10 @@ def xminigrid_env(env_id, num_envs, stack):
 
 
 def navix_env(env_id, num_envs, stack):
-    """`timed_steps` of one of NAVIX's environments, which reset by themselves."""
+    """`timed_steps` of an environment of NAVIX, with its auto-reset."""
     import navix
 
-    # Its default observes positions and codes of the whole grid.
+    # The default observation is the whole grid.
     first_person = navix.observations.symbolic_first_person
     env = navix.make(f"Navix-{env_id}-v0", observation_fn=first_person)
 
@@ -239,11 +237,7 @@ def navix_env(env_id, num_envs, stack):
 
 
 def envpool_env(env_id, num_envs):
-    """Steps per second of EnvPool's MiniGrid in C++, which resets by itself, on all cores.
-
-    Stepped from Python as it is meant to be: all environments at once, random actions that were
-    drawn beforehand, observations in new NumPy arrays. It renders nothing and compiles nothing.
-    """
+    """Measures EnvPool's MiniGrid (C++, auto-reset, all cores) with actions sampled beforehand."""
     import envpool
 
     pool = envpool.make(f"MiniGrid-{env_id}-v0", env_type="gymnasium", num_envs=num_envs)
@@ -262,7 +256,7 @@ def envpool_env(env_id, num_envs):
 
 
 class StillPool:
-    """A pool of emulators that stand still: all of a script's time but theirs."""
+    """A pool of emulators without games, to measure the network alone."""
 
     def __init__(self, envs):
         self.start = envs.reset()
@@ -274,7 +268,7 @@ class StillPool:
         obs, info = self.start
 
         def step(handle, action):
-            # The frames depend on the action, so that nothing can be computed ahead.
+            # Frames depend on the action, so that XLA cannot precompute them.
             frames = obs ^ action[:, None, None, None].astype(jnp.uint8)
             zeros, never = jnp.zeros(action.shape), action < 0
             after = {"reward": zeros, "terminated": never.astype(jnp.int32), "lives": info["lives"]}
@@ -284,7 +278,7 @@ class StillPool:
 
 
 def emulators_alone(**changes):
-    """A function that plays at random through XLA and returns steps per second, and facts."""
+    """Returns (function that plays random actions and returns steps per second, facts)."""
     script = importlib.import_module(ATARI)
     args = script.Args(**changes)
     env = script.make_env(args)
@@ -309,7 +303,7 @@ def emulators_alone(**changes):
     def run():
         start = time.perf_counter()
         play(jax.random.key(0)).block_until_ready()
-        assert envs is not None  # the compiled program steps it: it has to live as long
+        assert envs is not None  # a reference to the pool that the compiled function steps
         return args.num_steps * args.num_envs / (time.perf_counter() - start)
 
     run()
@@ -317,7 +311,7 @@ def emulators_alone(**changes):
 
 
 def rejax_ppo():
-    """Rejax's PPO in the setting of COMPARED."""
+    """Measures Rejax's PPO with the settings of COMPARED."""
     import rejax
 
     network = {"hidden_layer_sizes": (64, 64), "activation": "tanh"}
@@ -346,11 +340,10 @@ def rejax_ppo():
 
 
 def purejaxrl_ppo(folder):
-    """PureJaxRL's PPO in the setting of COMPARED.
+    """Measures PureJaxRL's PPO with the settings of COMPARED.
 
-    It is in no package index. Of its imports brax and navix serve other environments than CartPole.
-    Its program trains from scratch, so the time contains the initialisation, little beside 20
-    updates.
+    Empty modules replace brax and navix, which CartPole does not need. The time contains the
+    initialization, which is short compared with 20 updates.
     """
     for name in "brax brax.envs brax.envs.wrappers brax.envs.wrappers.training navix".split():
         sys.modules[name] = unittest.mock.MagicMock()
@@ -378,7 +371,7 @@ def purejaxrl_ppo(folder):
 
 
 def sb3_like(library):
-    """PPO of "stable_baselines3" or "sbx" in the setting of COMPARED."""
+    """Measures PPO of "stable_baselines3" or "sbx" with the settings of COMPARED."""
     from stable_baselines3.common.env_util import make_vec_env
 
     settings = dict(n_steps=128, batch_size=2048, n_epochs=4, learning_rate=2.5e-4)
@@ -411,7 +404,7 @@ PEERS |= {name: functools.partial(sb3_like, name) for name in ("sbx", "stable_ba
 
 
 def candidates(choice, fields):
-    """Groups of (name, function that prepares it); a group is measured in turn."""
+    """Yields groups of (name, function that prepares it); the members of a group alternate."""
 
     def entry(name, label, **changes):
         return f"{name} {label}", functools.partial(ours, name, **changes | fields)
@@ -472,7 +465,7 @@ def candidates(choice, fields):
 
 
 def measure(group, num_rounds):
-    """{name: (steps per second of each round, facts)} of candidates that take turns."""
+    """Returns {name: (steps per second of each round, facts)} of alternating candidates."""
     ready = {name: make() for name, make in group}
     rounds = {name: [] for name in ready}
     for _ in range(num_rounds):
@@ -482,22 +475,22 @@ def measure(group, num_rounds):
 
 
 def parse_args():
-    """The command line's choices."""
+    """Parses the command line."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     flag = functools.partial(parser.add_argument, action="store_true")
-    flag("--compare", help="measure peers beside CartPole")
-    flag("--env-only", help="MiniGrid without training, beside peers")
-    flag("--stack", help="with --env-only: keep all observations in one array")
-    flag("--atari", help="measure what an Atari step's time consists of")
+    flag("--compare", help="compare CartPole with other libraries")
+    flag("--env-only", help="compare MiniGrid environments without training")
+    flag("--stack", help="with --env-only: write observations to one array")
+    flag("--atari", help="measure emulators and network separately")
     option = parser.add_argument
-    option("--purejaxrl", type=pathlib.Path, help="with --compare: a clone of its repository")
-    option("--scaling", choices=["num-envs", "num-seeds"], help="factors of four")
-    option("--script", default=CARTPOLE, help="the script whose scaling is measured")
-    option("--largest", type=int, help="where the scaling ends")
-    option("--only", default="", help="candidates whose name contains this")
+    option("--purejaxrl", type=pathlib.Path, help="with --compare: clone of PureJaxRL")
+    option("--scaling", choices=["num-envs", "num-seeds"], help="vary a size by factors of four")
+    option("--script", default=CARTPOLE, help="script for --scaling")
+    option("--largest", type=int, help="largest size of --scaling")
+    option("--only", default="", help="only candidates whose name contains this")
     option("--rounds", type=int, default=7)
-    option("--seconds", type=float, default=SECONDS, help="about how long a measurement takes")
+    option("--seconds", type=float, default=SECONDS, help="approximate length of a measurement")
     option("--out", type=pathlib.Path, help="JSON file to write")
     option("fields", nargs="*", help="fields of the scripts' Args, name=value")
     return parser.parse_intermixed_args()
@@ -515,7 +508,7 @@ def main():
         for name, (rounds, facts) in measured.items():
             row = {"name": name, "sps": statistics.median(rounds), "rounds": rounds, **facts}
             text = f"{name:36s} {row['sps']:14,.0f} SPS, compiled in {row['compile_seconds']:.1f} s"
-            if choice.compare or choice.env_only:  # by how much the group's first is faster
+            if choice.compare or choice.env_only:  # ratio to the first member of the group
                 base, (base_rounds, _) = next(iter(measured.items()))
                 factor = statistics.median(a / b for a, b in zip(base_rounds, rounds))
                 row |= {"base": base, "base_is_faster": factor}

@@ -1,14 +1,16 @@
-"""Where the seconds before training go: imports, tracing, compilation, the first update.
+"""Measures the seconds before training: imports, tracing, compilation, first update.
 
     python benchmarks/start.py --out benchmarks/results/start_cpu.json
     python benchmarks/start.py --script ppo_minigrid_rnn --pairs 3 -- --num-envs 1024
 
-Flags after `--` go to the scripts. Every script runs in pairs of processes: one with an empty
-compilation cache (cold), then one that finds there what the first has compiled (cached). What
-counts is the median over the pairs. JAX itself says how long it took to trace, to lower and to
-compile or load each program. `start` is what passes from the start of the process until the first
-update runs; `first_update` and `evaluation` (traced before, compiled at the end) come after it.
-`kernels` are the fusions of a compiled program: XLA on a CPU takes its time for each of them.
+Flags after `--` go to the scripts. Every script runs in pairs of processes: the first one has an
+empty compilation cache (cold), the second one uses the cache of the first (cached). Reported are
+medians over the pairs. JAX's monitoring events contain the times of tracing, lowering and compiling
+(or loading) each function.
+
+- `start`: seconds from the start of the process until the first update runs
+- `first_update`: seconds of the first update, not contained in `start`
+- `kernels`: fusions of a compiled function; on a CPU, XLA's compile time grows with their number
 """
 
 import argparse
@@ -27,7 +29,7 @@ import time
 import jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-COMPILE = "/jax/core/compile/backend_compile_duration"  # or load, from the cache
+COMPILE = "/jax/core/compile/backend_compile_duration"  # or load from the cache
 STAGES = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
@@ -38,14 +40,14 @@ QUICK = {"ppo_atari_envpool_xla_jax": ["--eval-episodes", "1", "--max-episode-st
 
 
 def kernels(compiled):
-    """How many kernels a compiled program has."""
+    """Returns the number of kernels of a compiled function."""
     return compiled.as_text().count(" fusion(")
 
 
 def run_script(name, begin, words):
-    """Runs a script's `main` for an update and prints what was measured, a line of JSON.
+    """Runs a script's `main` for one update and prints the measurements as one line of JSON.
 
-    `begin` is when the process was started, in seconds since 1970.
+    `begin` is the start time of the process in seconds since 1970.
     """
     seconds = dict.fromkeys([*STAGES.values(), *PROGRAMS.values()], 0.0)
     found = {}
@@ -84,7 +86,7 @@ def run_script(name, begin, words):
     jax.monitoring.register_event_duration_secs_listener(listen)
     jax.stages.Lowered.compile = compile
     script.Logger.log, script.Logger.flush = log, flush
-    script.try_video = lambda *_: None  # takes its time, after all that is measured
+    script.try_video = lambda *_: None  # slow and not measured
     script.main(words)
     seconds["other"] = seconds["start"] - sum(seconds[key] for key in SHOWN[:5])
     args = script.parse_args(words)
@@ -95,9 +97,9 @@ def run_script(name, begin, words):
 
 
 def measure(name, words, cache):
-    """What `run_script` prints in a new process that uses this folder as cache."""
+    """Runs `run_script` in a new process with a cache folder; returns its output."""
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
-    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as the scripts have it
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as in the scripts
     command = [sys.executable, __file__, "--child", name, str(time.time()), *words]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     if result.returncode != 0:
@@ -106,7 +108,7 @@ def measure(name, words, cache):
 
 
 def pair(name, flags):
-    """{"cold": ..., "cached": ...}: what `run_script` measures in two processes with one cache."""
+    """Returns {"cold": ..., "cached": ...}, measured in two processes with the same cache."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--runs-dir", f"{folder}/runs", "--videos-dir", f"{folder}/videos"]
         args = importlib.import_module(name).parse_args(flags)
@@ -118,7 +120,7 @@ def pair(name, flags):
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("--script", action="append", help="may be repeated; all without it")
+    parser.add_argument("--script", action="append", help="may be repeated; default: all")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
