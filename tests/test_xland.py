@@ -126,7 +126,7 @@ def test_a_port_from_the_command_line(tmp_path, monkeypatch):
         script.main(["--eval", str(run_dir)])
 
 
-def test_first_use_while_a_program_is_traced():
+def test_first_use_while_jax_traces():
     """Arrays that xminigrid creates at its import are no tracers."""
     code = """
 import sys
@@ -184,9 +184,8 @@ def test_a_file_of_the_generator(task_file, tmp_path, capsys):
     from xminigrid.benchmarks import load_bz2_pickle, save_bz2_pickle
 
     tasks = load_bz2_pickle(task_file)
-    many = {
-        name: np.resize(x, (adapter.MAX_RULESETS + 5, *x.shape[1:])) for name, x in tasks.items()
-    }
+    count = adapter.MAX_RULESETS + 5
+    many = {name: np.resize(x, (count, *x.shape[1:])) for name, x in tasks.items()}
     many["goals"] = np.array(many["goals"])
     many["goals"][-1] = 7
     many["generation_config"] = {"chain_depth": 0, "random_seed": 42, "prune_prob": 0.0}
