@@ -16,7 +16,7 @@ import dataclasses
 import math
 import pathlib
 import sys
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import envpool
 import jax
@@ -27,7 +27,7 @@ from gymnasium import spaces
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import ppo_atari_envpool_xla_jax as ppo  # noqa: E402
-from ppo_swingup_jax import Gaussian, init_mlp, mlp  # noqa: E402
+from ppo_swingup_jax import Gaussian, init_mlp  # noqa: E402
 
 
 @dataclasses.dataclass
@@ -56,6 +56,14 @@ class Args(PoolArgs):
     clip_coef: float = 0.2
     clip_vloss: bool = True
     ent_coef: float = 0.0
+    hidden_size: int = 64
+    """units of each of the two hidden layers of actor and critic"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """activation function of the hidden layers"""
+    log_std_init: float = 0.0
+    """initial log standard deviation of continuous actions"""
+    reward_clip: float = 10.0
+    """maximum absolute value of the scaled rewards"""
 
 
 class Vectors:
@@ -160,11 +168,11 @@ def distribution(space, params, head):
     return Categoricals(logits=jnp.where(exists, logits, -1e9))
 
 
-def init_statistics(env, obs_size):
+def init_statistics(args, env, obs_size):
     """Parameters that are not part of a network: log_std and running statistics."""
     size = None if num_choices(env.action_space) is not None else head_size(env.action_space)
     return {
-        "log_std": None if size is None else jnp.zeros(size),
+        "log_std": None if size is None else jnp.full(size, args.log_std_init, jnp.float32),
         "obs": {"count": jnp.zeros(()), "mean": jnp.zeros(obs_size), "var": jnp.ones(obs_size)},
         "returns": {"count": jnp.zeros(()), "mean": jnp.zeros(()), "var": jnp.ones(())},
     }
@@ -181,17 +189,25 @@ def init_agent(args, key, env):
     obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
     obs_size = flatten(env.observation_space, obs).shape[1]
     actor_key, critic_key = jax.random.split(key)
-    actor_sizes = (obs_size, 64, 64, head_size(env.action_space))
-    return init_statistics(env, obs_size) | {
-        "actor": init_mlp(actor_key, actor_sizes, head_gain=0.01),
-        "critic": init_mlp(critic_key, (obs_size, 64, 64, 1), head_gain=1.0),
+    sizes = obs_size, args.hidden_size, args.hidden_size
+    return init_statistics(args, env, obs_size) | {
+        "actor": init_mlp(actor_key, (*sizes, head_size(env.action_space)), head_gain=0.01),
+        "critic": init_mlp(critic_key, (*sizes, 1), head_gain=1.0),
     }
+
+
+def mlp(args, layers, x):
+    """Hidden layers with `--activation` and a linear head: [in, M] -> [out, M]."""
+    activation = {"tanh": jnp.tanh, "relu": jax.nn.relu}[args.activation]
+    for layer in layers[:-1]:
+        x = activation(layer["w"] @ x + layer["b"])
+    return layers[-1]["w"] @ x + layers[-1]["b"]
 
 
 def forward(args, params, obs):
     """The policy's distribution and the values [M] of observations [M, O]."""
     x = normalized(params, obs).T  # [O, M], see `mlp`
-    head, value = mlp(params["actor"], x).T, mlp(params["critic"], x)[0]
+    head, value = mlp(args, params["actor"], x).T, mlp(args, params["critic"], x)[0]
     return distribution(ppo.make_env(args).action_space, params, head), value
 
 
@@ -230,7 +246,8 @@ def learn(args, state, trajectory):
     steps = trajectory.reward, valid, done
     total, totals = jax.lax.scan(add, state.env_state.memory, steps)
     returns = updated(params["returns"], totals, valid)
-    reward = jnp.clip(trajectory.reward / jnp.sqrt(returns["var"] + 1e-8), -10.0, 10.0)
+    reward = trajectory.reward / jnp.sqrt(returns["var"] + 1e-8)
+    reward = jnp.clip(reward, -args.reward_clip, args.reward_clip)
     state = state._replace(env_state=state.env_state._replace(memory=total))
     state, metrics = plain_learn(args, state, trajectory._replace(reward=reward))
     obs = trajectory.obs["obs"] if isinstance(trajectory.obs, dict) else trajectory.obs

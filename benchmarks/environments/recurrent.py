@@ -40,6 +40,10 @@ class Args(ppo.Args):
     """components of the observation vector that the agent does not see"""
     hidden_size: int = 128
     """units of the GRU"""
+    log_std_init: float = 0.0
+    """initial log standard deviation of continuous actions"""
+    reward_clip: float = 10.0
+    """maximum absolute value of Gymnasium's scaled rewards"""
     total_timesteps: float = 1_000_000.0
     num_envs: int = 16
     learning_rate: float = 1e-3
@@ -149,7 +153,7 @@ def init_agent(args, key, env):
     example = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
     obs, _ = env.start(example, {"lives": np.zeros(1, np.int32)})
     obs = jax.tree.map(lambda x: x[:, None], obs)  # [1, 1, ...]
-    params = control.init_statistics(env, obs["obs"].shape[-1])
+    params = control.init_statistics(args, env, obs["obs"].shape[-1])
     network = Network(control.head_size(env.action_space), args.hidden_size)
     return params | {"network": network.init(key, obs["obs"], obs["hidden"][:, 0], obs["start"])}
 

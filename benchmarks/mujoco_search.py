@@ -1,0 +1,133 @@
+"""Random search for one set of flags of mujoco_envpool.py that works for all MuJoCo tasks.
+
+    python benchmarks/mujoco_search.py 300000 --candidates 24 --seeds 1
+    python benchmarks/mujoco_search.py 1000000 --best 4 --seeds 2 3
+
+The first command trains every candidate on four tasks for 300,000 steps. The second command trains
+the four best candidates of the longest runs so far for a million steps with other seeds. Candidate
+0 has CleanRL's flags; the others are sampled from `SPACE`. Every run has the same number of steps.
+A candidate's score is the mean over tasks of its return, divided by RL Zoo's tuned return at a
+million steps. Results are appended to results/mujoco_search.json after each run, and a run that is
+in the file is not repeated.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+SCRIPT = next(FOLDER.glob("*/mujoco_envpool.py"))
+RESULTS = FOLDER / "results" / "mujoco_search.json"
+# Tuned PPO after a million steps, benchmark.md of RL Baselines3 Zoo.
+REFERENCE = {"HalfCheetah-v4": 5819, "Hopper-v4": 2410, "Walker2d-v4": 3479, "Ant-v4": 1327}
+SPACE = {
+    "num_envs": [1, 4, 8],
+    "batch_size": [512, 1024, 2048],
+    "minibatch_size": [32, 64, 128],
+    "update_epochs": [5, 10, 20],
+    "learning_rate": [5e-5, 1e-4, 2e-4, 3e-4, 5e-4],
+    "anneal_lr": [True, False],
+    "gamma": [0.98, 0.99, 0.995],
+    "gae_lambda": [0.9, 0.92, 0.95, 0.98],
+    "clip_coef": [0.1, 0.2],
+    "clip_vloss": [True, False],
+    "ent_coef": [0.0, 0.0005, 0.002],
+    "max_grad_norm": [0.5, 1.0],
+    "hidden_size": [64, 256],
+    "activation": ["tanh", "relu"],
+    "log_std_init": [0.0, -1.0, -2.0],
+    "reward_clip": [10.0, 1000.0],
+}
+
+
+def sample_candidates(count):
+    """{name: flags} of CleanRL's flags and `count` - 1 random combinations."""
+    rng = np.random.default_rng(0)
+    candidates = {"0": {}}
+    for i in range(1, count):
+        flags = {name: values[rng.integers(len(values))] for name, values in SPACE.items()}
+        batch_size, minibatch_size = flags.pop("batch_size"), flags.pop("minibatch_size")
+        flags["num_steps"] = batch_size // flags["num_envs"]
+        flags["num_minibatches"] = batch_size // minibatch_size
+        candidates[str(i)] = flags
+    return candidates
+
+
+def command_line(flags):
+    """Flags as a list of words."""
+    words = []
+    for name, value in flags.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def run(flags):
+    """Trains once; returns the parts of summary.json that are kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = ["--runs-dir", folder, "--videos-dir", f"{folder}/videos"]
+        command = [sys.executable, str(SCRIPT), *folders, *command_line(flags)]
+        output = subprocess.run(command, capture_output=True, text=True)
+        files = list(pathlib.Path(folder).glob("*/summary.json"))
+        if not files:
+            return {"error": output.stderr[-300:]}
+        summary = json.loads(files[0].read_text())
+    return {key: summary[key] for key in ("eval_return_mean", "eval_return_std", "wall_seconds")}
+
+
+def scores(results, steps):
+    """{candidate: score} of the candidates that have been trained for `steps` on all tasks."""
+    table = {}
+    for name in results["candidates"]:
+        runs = [r for r in results["runs"] if (r["candidate"], r["steps"]) == (name, steps)]
+        returns = {
+            env_id: [r.get("eval_return_mean") or 0.0 for r in runs if r["env_id"] == env_id]
+            for env_id in REFERENCE
+        }
+        if all(returns.values()):
+            table[name] = np.mean([np.mean(x) / REFERENCE[task] for task, x in returns.items()])
+    return dict(sorted(table.items(), key=lambda item: -item[1]))
+
+
+def main():
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--candidates", type=int, default=24)
+    parser.add_argument("--best", type=int, help="only the best of the runs with fewer steps")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    choice = parser.parse_args()
+    candidates = sample_candidates(choice.candidates)
+    results = {"candidates": candidates, "runs": []}
+    if choice.out.exists():
+        results["runs"] = json.loads(choice.out.read_text())["runs"]
+    names = list(candidates)
+    if choice.best:
+        fewer = max(r["steps"] for r in results["runs"] if r["steps"] < choice.steps)
+        names = list(scores(results, fewer))[: choice.best]
+    for name in names:
+        for seed in choice.seeds:
+            for env_id in REFERENCE:
+                key = {"candidate": name, "env_id": env_id, "seed": seed, "steps": choice.steps}
+                if any(key.items() <= r.items() for r in results["runs"]):
+                    continue
+                flags = {"env_id": env_id, "seed": seed, "total_timesteps": choice.steps}
+                result = run({**flags, "eval_episodes": 20, **candidates[name]})
+                results["runs"].append({**key, **result})
+                choice.out.write_text(json.dumps(results, indent=1) + "\n")
+                print(key, result, flush=True)
+    for name, score in scores(results, choice.steps).items():
+        print(f"candidate {name}: score {score:.3f}, {candidates[name]}")
+
+
+if __name__ == "__main__":
+    main()
