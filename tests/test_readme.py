@@ -1,4 +1,4 @@
-"""README's Python snippets, run as they stand beside the scripts, but for the videos."""
+"""The Python snippets, tables and links of README.md and benchmarks/recipes.md."""
 
 import ast
 import functools
@@ -20,8 +20,9 @@ import ppo_minigrid_rnn
 import ppo_swingup_jax
 
 LEARNERS = ppo_cartpole_jax, ppo_swingup_jax, ppo_minigrid_rnn
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README, RECIPES = ROOT / "README.md", ROOT / "benchmarks" / "recipes.md"
+TEXT = README.read_text() + RECIPES.read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def snippet(*words):
@@ -30,8 +31,8 @@ def snippet(*words):
     return block
 
 
-def run(block, folder, flags=None):
-    """Runs a snippet on one device in a folder with copies of the scripts; returns its output."""
+def run(block, folder, flags=None, fails=False):
+    """Runs a snippet without videos in a folder with copies of the scripts; returns its output."""
     if flags is None:  # the swing-up's physics are slow without fusions through MLIR
         flags = LIGHT_COMPILATION + ("" if "swingup" in block else PLAIN_FUSIONS)
     for script in ROOT.glob("ppo_*.py"):
@@ -41,12 +42,12 @@ def run(block, folder, flags=None):
         block = f"import {script}\n{script}.try_video = lambda *_: None\n{block}"
     command = [sys.executable, "-c", block]
     result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    assert (result.returncode != 0) == fails, result.stdout + result.stderr
+    return result.stderr if fails else result.stdout
 
 
 def farama_snippet(run_dir):
-    """The one that plays a run's policy there, with this repository's folder of benchmarks."""
+    """The snippet that plays a run's policy in Farama's environment, with absolute paths."""
     block = snippet("farama_success").replace("runs/<run_name>", str(run_dir))
     return block.replace('"benchmarks"', f'"{ROOT}/benchmarks"')
 
@@ -58,23 +59,23 @@ def summary_of(folder):
 
 
 def test_every_snippet_is_run():
-    """The snippets that the tests below pick, and one that test_cartpole.py runs, are all."""
+    """The tests below run every snippet except one, which test_cartpole.py runs."""
     assert len(BLOCKS) == len(SOLVED) + len(LEARNED) + len(OTHERS) + 1
 
 
-SOLVED = {  # words of the snippet: the lowest greedy return
+SOLVED = {  # words of the snippet: the smallest allowed greedy return
     "class Catch:": 1,
     "class ActorCritic(nn.Module)": 500,
     "losses/ratio_max": 500,
     "class Pendulum:": -200,
 }
-LEARNED = {  # the lowest success rate
+LEARNED = {  # words of the snippet: the smallest allowed success rate
     "def t_maze_level": 0.95,
     "class ResetLSTM": 0.95,
     "class RepeatFirst": 0.95,
 }
 OTHERS = """class Args(ppo.Args)|over_keys = jax.vmap|jax.sharding.Mesh|farama_success
-    |init_with_statistics|goes_on|EventAccumulator""".split("|")
+    |init_with_statistics|warm_start|EventAccumulator""".split("|")
 
 
 @pytest.mark.parametrize("words", SOLVED)
@@ -85,29 +86,29 @@ def test_snippet_solves_its_task(words, tmp_path):
     if words == "losses/ratio_max":
         (run_dir,) = tmp_path.glob("runs/*")
         values = [value for _, value in scalars(run_dir)["losses/ratio_max"]]
-        # The mean of a ratio is about 1, its maximum over thousands of samples is not.
+        # The mean of the ratios is about 1, their maximum over thousands of samples is not.
         assert len(values) == 244 and min(values) > 1 and max(values) > 1.2
 
 
 @pytest.mark.parametrize("words", LEARNED)
 def test_snippet_learns_its_level(words, tmp_path):
-    """Success of the greedy policy of the recurrent agent."""
+    """The success rate of the greedy recurrent agent."""
     run(snippet(words), tmp_path)
     assert summary_of(tmp_path)["eval_success_rate"] >= LEARNED[words]
 
 
 def test_new_flags(tmp_path):
-    """They are parsed, used, saved and read again on resume."""
+    """New flags are parsed, used, saved and loaded on resume."""
     run(snippet("class Args(ppo.Args)"), tmp_path, QUICK_COMPILATION)
     assert summary_of(tmp_path)["args"]["hidden"] == [32, 32]
     (run_dir,) = tmp_path.glob("runs/*")
     resume = f'ppo.main(["--resume", "{run_dir}"])\n'
     block = re.sub(r"ppo\.main\(.*\)\n", resume, snippet("class Args(ppo.Args)"))
-    assert "is finished" in run(block, tmp_path, QUICK_COMPILATION)
+    assert "is finished" in run(block, tmp_path, QUICK_COMPILATION, fails=True)
 
 
 def test_sweep(tmp_path):
-    """Twelve agents; of the four learning rates the smallest is the worst."""
+    """Twelve agents are trained; the smallest of four learning rates is the worst."""
     numbers = re.findall(r"\d+\.\d*", run(snippet("over_keys = jax.vmap"), tmp_path))
     returns = [float(number) for number in numbers]
     assert len(returns) == 4 and min(returns) == returns[0] and max(returns) > 300
@@ -130,7 +131,7 @@ def test_seeds_over_devices(tmp_path):
 
 
 def test_policy_with_a_mission_and_pixels_in_faramas_environment(tmp_path):
-    """An agent that is told what to fetch and sees pictures plays there too; it has not learned."""
+    """An untrained agent with a mission and pixel observations plays in Farama's environment."""
     words = "--env-id Fetch-5x5-N2 --img-obs --num-envs 4 --num-steps 8 --num-minibatches 1"
     words += " --total-timesteps 32 --eval-episodes 2 --rnn-hidden-dim 8 --head-hidden-dim 8"
     run(f"import ppo_minigrid_rnn as ppo\nppo.main({words.split()})", tmp_path, QUICK_COMPILATION)
@@ -141,8 +142,8 @@ def test_policy_with_a_mission_and_pixels_in_faramas_environment(tmp_path):
     assert re.fullmatch(r"success [01]\.\d\d\n", out)
 
 
-def test_observation_normalisation(tmp_path):
-    """Statistics are NumPy's of all observations, resumed bit for bit, evaluated with the agent."""
+def test_observation_normalization(tmp_path):
+    """The statistics equal NumPy's; they are resumed bit for bit and evaluated with the agent."""
     sizes = "--num-envs 8 --num-steps 16 --num-minibatches 2 --eval-episodes 4 --no-anneal-lr"
     spy = """
 import sys, numpy as np
@@ -173,14 +174,14 @@ ppo.update_epochs = spy
     assert results[0]["per_seed"] == results[1]["per_seed"]
 
 
-def test_going_on_from_parameters(tmp_path):
-    """With a learning rate of 0 they come out as they went in; the environments are fewer."""
+def test_warm_start(tmp_path):
+    """With a learning rate of 0 and fewer environments, the parameters do not change."""
     words = "--total-timesteps 8192 --eval-episodes 4".split()
     run(f"import ppo_cartpole_jax as ppo\nppo.main({words})", tmp_path, QUICK_COMPILATION)
     (before,) = tmp_path.glob("runs/*")
-    block = snippet("goes_on").replace("runs/<run_name>", str(before))
+    block = snippet("warm_start").replace("runs/<run_name>", str(before))
     run(block.replace('"1e5"', '"512", "--learning-rate", "0"'), tmp_path, QUICK_COMPILATION)
-    (after,) = tmp_path.glob("runs/*goes_on*")
+    (after,) = tmp_path.glob("runs/*warm_start*")
     after, before = arrays_of(after), arrays_of(before)
     assert after["stats/running_return"].shape == (1, 16) and after["update"] == 1
     for name in before:
@@ -189,7 +190,7 @@ def test_going_on_from_parameters(tmp_path):
 
 
 def test_learning_curve(tmp_path):
-    """One point for each update, steps on the axis."""
+    """The curve has one point per update, over steps."""
     words = "--num-envs 8 --num-steps 16 --total-timesteps 2560 --eval-episodes 4".split()
     run(f"import ppo_cartpole_jax as ppo\nppo.main({words})", tmp_path, QUICK_COMPILATION)
     (run_dir,) = tmp_path.glob("runs/*")
@@ -198,10 +199,10 @@ def test_learning_curve(tmp_path):
 
 
 def test_sweep_file_of_weights_and_biases():
-    """Its words, written as W&B writes them, are flags: true ones alone, false ones not at all."""
-    (line,) = re.findall(r"`parameters: \{(.*?)\}`", README)
+    """The sweep's values are valid flags, in the form in which W&B writes them."""
+    (line,) = re.findall(r"`parameters: \{(.*?)\}`", TEXT)
     grid = re.findall(r"([\w-]+): \{values: \[(.*?)\]\}", line)
-    assert "${args_no_boolean_flags}" in README and len(grid) == 2
+    assert "${args_no_boolean_flags}" in TEXT and len(grid) == 2
     seen = set()
     for values in itertools.product(*(values.split(", ") for _, values in grid)):
         words = []
@@ -213,13 +214,13 @@ def test_sweep_file_of_weights_and_biases():
 
 
 def table_rows(first):
-    """Cells of the table whose first head is `first`, one list for each row below it."""
-    (table,) = re.findall(rf"^\| {first} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", README, re.MULTILINE)
+    """The cells of the table whose header begins with `first`, one list per row."""
+    (table,) = re.findall(rf"^\| {first} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
     return [line.strip("| ").split(" | ") for line in table.splitlines()]
 
 
 def test_table_of_defaults():
-    """Its columns of the scripts have their defaults."""
+    """The columns of the scripts equal the defaults of their flags."""
     for names, *cells in table_rows(r"flag \| both `ppo.py`.*"):
         for script, cell in zip(LEARNERS, cells[1::2], strict=True):
             for name, value in zip(names.split(" x "), cell.split(" x "), strict=True):
@@ -228,7 +229,7 @@ def test_table_of_defaults():
 
 
 def test_table_of_metrics():
-    """It has every tag that training logs, and no other."""
+    """The table contains every tag that training logs, and no other."""
     tags = set()
     for cell, *_ in table_rows("tag"):
         first, *others = re.findall(r"`([\w/]+)`", cell)
@@ -242,8 +243,26 @@ def test_table_of_metrics():
     assert tags == logged
 
 
+def anchors(page):
+    """The anchors of a page's headings, as GitHub names them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [README, RECIPES], ids=lambda page: page.name)
+def test_links(page):
+    """Relative links and images exist, and so do the headings that links point to."""
+    targets = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", page.read_text())
+    targets = [a or b for a, b in targets if not (a or b).startswith("http")]
+    assert len(targets) > 10
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.is_file(), target
+        assert not anchor or anchor in anchors(other), target
+
+
 def test_length():
-    """At most 300 lines are there before a reader opens a recipe, and 780 in all."""
-    closed = re.sub(r"(<details>.*?</summary>)\n.*?</details>", r"\1", README, flags=re.DOTALL)
-    assert README.count("<details>") > 10
-    assert len(closed.splitlines()) <= 300 and len(README.splitlines()) <= 780
+    """The front page has at most 250 lines."""
+    assert len(README.read_text().splitlines()) <= 250
