@@ -993,7 +993,8 @@ def user_errors(message, *kinds):
 def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
-    with user_errors(f"{path} cannot be written", OSError):
+    with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1298,7 +1299,8 @@ def start_run(args, run_dir, env):
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     like = jax.eval_shape(init, numbers)
-    saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first one
+    # A run that was killed before its first checkpoint has neither file and starts again.
+    saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = int(jax.device_get(state.update)[0])
     if done >= args.num_updates and (run_dir / "summary.json").exists():

@@ -992,7 +992,8 @@ def user_errors(message, *kinds):
 def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
-    with user_errors(f"{path} cannot be written", OSError):
+    with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1296,7 +1297,8 @@ def start_run(args, run_dir):
     run_update = jit_function(args, update_seeds, donate_argnums=1)
     run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
-    saved = (run_dir / "checkpoint.npz").exists()  # none if killed before the first one
+    # A run that was killed before its first checkpoint has neither file and starts again.
+    saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates
     if done and (run_dir / "summary.json").exists():
