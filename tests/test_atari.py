@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import signal
 
 import flax.linen as nn
@@ -647,3 +648,83 @@ def test_compilation_cache_is_off_for_pools(tmp_path, monkeypatch):
 def test_unknown_game_lists_near_names():
     with pytest.raises(script.UserError, match="Breakuot-v5.*Breakout-v5"):
         script.make_env(quick_args(script, env_id="Breakuot-v5"))
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """[(seeds, pool)] of all pools that `make_pool` makes; pools have a method `close`."""
+    made, make_pool = [], script.Atari.make_pool
+
+    class Closable:
+        def __init__(self, pool):
+            self.pool, self.closed = pool, 0
+
+        def __getattr__(self, name):
+            return getattr(self.pool, name)
+
+        def close(self):
+            self.closed += 1
+
+    def recorded(env, seeds, *inputs, **options):
+        made.append((seeds.tolist(), Closable(make_pool(env, seeds, *inputs, **options))))
+        return made[-1][1]
+
+    monkeypatch.setattr(script.Atari, "make_pool", recorded)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_pools_of_a_resumed_run(pools, tmp_path, monkeypatch):
+    """Other seeds than before, which depend on the update. All pools are closed once."""
+    monkeypatch.setattr(script.Atari, "video_fps", 30)
+    run_dir = run_main(script, tmp_path, total_timesteps=16)  # one update
+    (video,) = tmp_path.glob("videos/*/*.mp4")
+    with imageio.get_reader(video) as reader:
+        assert reader.get_meta_data()["fps"] == 30
+    for updates in (2, 3):
+        words = words_of(resume=run_dir, total_timesteps=16 * updates)
+        script.main([*words, f"--videos-dir={tmp_path}"])
+    trained = [set(seeds) for seeds, _ in pools[::3]]  # training, evaluation, video
+    assert len(pools) == 9 and len(set.union(*trained)) == sum(map(len, trained)) == 12
+    assert {tuple(seeds) for seeds, _ in pools[1::3]} == {tuple(pools[1][0])}
+    assert [pool.closed for _, pool in pools] == [1] * 9
+
+
+def test_failure_in_training_saves_what_was_learned(tmp_path, monkeypatch):
+    """An exception keeps its traceback; the run can be resumed."""
+    write = script.Logger.write
+
+    def fail_at_13(logger, update, metrics):
+        if update == 13:
+            raise ZeroDivisionError("of my own")
+        write(logger, update, metrics)
+
+    monkeypatch.setattr(script.Logger, "write", fail_at_13)
+    with pytest.raises(ZeroDivisionError, match="of my own"):
+        run_main(script, tmp_path)
+    assert 13 <= arrays_of(run_of(tmp_path))["update"] < 20
+
+
+@pytest.mark.parametrize("use", ["env_id", "eval"])
+def test_errors_of_make_env_keep_their_traceback(use, tmp_path, monkeypatch):
+    """In a new run and in --eval; the error does not become one of the run's folder."""
+
+    def make_env(args):
+        raise ValueError("of my own")
+
+    script.write_json(tmp_path / "args.json", vars(quick_args(script)))
+    monkeypatch.setattr(script, "make_env", make_env)
+    with pytest.raises(ValueError, match="of my own"):
+        script.main(words_of(**{use: tmp_path}, runs_dir=tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_forked_workers_end_at_sigterm():
+    """The handler of the parent process does not keep them alive."""
+    with script.stop_signals() as signals:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)  # the handler returned
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM and not signals

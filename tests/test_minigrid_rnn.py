@@ -590,14 +590,6 @@ def test_trials_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "eval_success_rate_3" in json.loads((run_dir / "eval.json").read_text())
 
 
-def test_no_array_of_a_state_is_there_twice():
-    """Else `update` could not donate it."""
-    args = script.Args(num_envs=2, episodes_per_trial=2, rnn_hidden_dim=8, head_hidden_dim=8)
-    state = script.init_train_state(args, jax.random.key(0))
-    arrays = jax.tree.leaves(state._replace(key=None))
-    assert len({array.unsafe_buffer_pointer() for array in arrays}) == len(arrays)
-
-
 # Loss -----------------------------------------------------------------------------------------
 
 CLIPPED = pytest.mark.parametrize("clip_vloss", [True, False])

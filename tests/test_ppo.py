@@ -106,6 +106,23 @@ def test_categorical_equals_scipy(script):
         assert scipy.stats.chisquare(counts, expected).pvalue > 1e-4
 
 
+@once("Categorical")
+@pytest.mark.quick
+def test_many_actions(script):
+    """2,000 actions: NumPy's indexing of log_softmax; as many operations as for two actions."""
+    logits = np.random.default_rng(0).normal(size=(5, 2000)).astype("f")
+    action = np.array([0, 1, 777, 1998, 1999])
+    ours = script.Categorical(logits=jnp.asarray(logits)).log_prob(action)
+    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(5), action]
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+    def operations(num_actions):
+        log_prob = lambda logits, action: script.Categorical(logits=logits).log_prob(action)
+        return len(jax.make_jaxpr(log_prob)(jnp.zeros((5, num_actions)), jnp.zeros(5, int)).eqns)
+
+    assert operations(2000) == operations(2)
+
+
 @once("Gaussian")
 @pytest.mark.quick
 def test_gaussian_equals_scipy(script):
@@ -194,18 +211,6 @@ def test_gae_equals_definition(script, gae_lambda):
     args = quick_args(script, gamma=0.99, gae_lambda=gae_lambda)
     ours = script.compute_gae(args, *arrays, *map(jnp.asarray, flags))
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-@once("compute_gae")
-@pytest.mark.quick
-def test_gae_worked_example(script):
-    """Three steps, then a termination; with lambda 0 the advantages are the deltas."""
-    value = jnp.array([[1.0], [1.5], [0.8]])
-    next_value = jnp.array([[1.5], [0.8], [jnp.nan]])  # the last one must not be used
-    terminated = jnp.array([[False], [False], [True]])
-    arrays = (jnp.ones((3, 1)), value, next_value, terminated, jnp.zeros_like(terminated))
-    delta = script.compute_gae(quick_args(script, gamma=0.99, gae_lambda=0.0), *arrays)
-    np.testing.assert_allclose(delta[:, 0], [1.485, 0.292, 0.2], rtol=1e-6)
 
 
 @once("trajectory_values")  # one text in the scripts without recurrence

@@ -259,54 +259,33 @@ class Wrapped:
         return self.env.observe(state["env"] if isinstance(state, dict) else state)
 
 
-class StartsWithWholeNumbers(Wrapped):
-    """A state of its own that begins with a Python 0 and goes on with 0.5."""
+class ChangesForm(Wrapped):
+    """Its state has other fields at the start than after a step."""
 
     def reset(self, key):
-        return {"env": self.env.reset(key), "half": 0}
+        return {"env": self.env.reset(key), **self.at_start}
 
     def step(self, key, state, action):
         env_state, reward, terminated = self.env.step(key, state["env"], action)
-        return {"env": env_state, "half": state["half"] + 0.5}, reward, terminated
-
-
-class Widens(Wrapped):
-    """The same with another shape after a step."""
-
-    def reset(self, key):
-        return {"env": self.env.reset(key), "wide": jnp.zeros(3)}
-
-    def step(self, key, state, action):
-        env_state, reward, terminated = self.env.step(key, state["env"], action)
-        return {"env": env_state, "wide": jnp.zeros(4)}, reward, terminated
-
-
-class AddsField(Wrapped):
-    """The same with something more after a step."""
-
-    def reset(self, key):
-        return {"env": self.env.reset(key)}
-
-    def step(self, key, state, action):
-        env_state, reward, terminated = self.env.step(key, state["env"], action)
-        return {"env": env_state, "more": reward}, reward, terminated
+        return {"env": env_state, **self.later}, reward, terminated
 
 
 @having("train")
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("wrong", "reset", "step"),
+    ("at_start", "later", "reset", "step"),
     [
-        (StartsWithWholeNumbers, ["state['half']: int32 (8,)"], ["state['half']: float32 (8,)"]),
-        (Widens, ["state['wide']: float32 (8, 3)"], ["state['wide']: float32 (8, 4)"]),
-        (AddsField, [], ["state['more']: float32 (8,)"]),
+        ({"x": 0}, {"x": 0.5}, ["state['x']: int32 (8,)"], ["state['x']: float32 (8,)"]),
+        ({"x": [0]}, {"x": [0, 1]}, ["state['x']: int32 (8, 1)"], ["state['x']: int32 (8, 2)"]),
+        ({}, {"x": 0.5}, [], ["state['x']: float32 (8,)"]),
     ],
     ids=["type", "shape", "field"],
 )
-def test_states_keep_their_form(script, wrong, reset, step, tmp_path, monkeypatch):
+def test_states_keep_their_form(script, at_start, later, reset, step, tmp_path, monkeypatch):
     """Tracing raises an error that names the differing parts of the state."""
-    make_env = script.make_env
-    monkeypatch.setattr(script, "make_env", lambda args: wrong(make_env(args)))
+    env = ChangesForm(script.make_env(quick_args(script)))
+    env.at_start, env.later = ({n: jnp.asarray(x) for n, x in f.items()} for f in (at_start, later))
+    monkeypatch.setattr(script, "make_env", lambda args: env)
     message = f"`reset` returns {set(reset)}, `step` returns {set(step)}"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         run_main(script, tmp_path)
