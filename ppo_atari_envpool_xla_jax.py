@@ -77,13 +77,13 @@ class Args:
     num_seeds: int = 1
     """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_atari_envpool_xla_jax")).stem
-    """name of the experiment, part of the run's name"""
+    """experiment name, part of the run name"""
     runs_dir: str = "runs"
     """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
     """folder for <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between fetching metrics; every update is logged"""
+    """updates between progress lines; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 10
@@ -119,9 +119,8 @@ class Args:
     num_envs: int = 8
     """parallel environments per agent"""
 
-    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
-    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
-    # 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
+    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float = 10_000_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 128
@@ -143,7 +142,7 @@ class Args:
     clip_coef: float = 0.1
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
-    """clip the value loss by the same range"""
+    """use a clipped value loss, with the range clip_coef"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
@@ -151,7 +150,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
+    """stop an update before the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -162,7 +161,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U, a whole number."""
+        """Updates per run, U: a float with a whole value."""
         return self.total_timesteps // self.batch_size
 
 
@@ -191,7 +190,8 @@ def make_spec(env_id, **options):
         return envpool.make_spec(env_id, **options)
     except Exception as error:  # no such id, or options or libraries of another family
         near = difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.3)
-        raise UserError(f"--env-id {env_id}: {error!r}; similar names: {near}") from error
+        hint = f"similar names: {near}; families other than Atari need an adapter"
+        raise UserError(f"--env-id {env_id}: {error!r}; {hint}") from error
 
 
 def close_pool(pool):
@@ -311,7 +311,6 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Log-probabilities of all actions, actions first: [A, ...]."""
-        # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
@@ -458,14 +457,14 @@ class EnvState(NamedTuple):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
-    over the episodes that end in one update would favor short ones.
+    Returns are undiscounted. Logs average the last episode of each environment. An average over
+    the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
-    last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # -inf before the first episode has ended
+    last_return: jax.Array  # -inf until an episode ends
+    last_length: jax.Array  # -inf until an episode ends
 
 
 class Transition(NamedTuple):
@@ -500,7 +499,7 @@ def init_episode_stats(num_envs):
 
 
 def restart_ended(ended, stats):
-    """Moves the statistics of episodes that have ended [N] from running to last."""
+    """Moves the statistics from running to last where `ended` [N] is true."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -524,7 +523,7 @@ def check_shapes(shape, **arrays):
 
 
 def gpu_unroll(steps):
-    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
+    """The unroll factor of a scan: `steps` on a GPU, where kernel launches dominate, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -618,11 +617,11 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
-    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
-    A truncated episode keeps `next_value`, the value of its true last observation.
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
+    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
+    episode keeps `next_value`, the value of its last observation.
 
-    An episode terminates after the third of four steps, so its next value, 9, is ignored:
+    The third of four steps terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -652,8 +651,9 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
-    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
+    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
+    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
+    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -719,7 +719,7 @@ def reduce_metrics(metrics):
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Several passes over a batch of B samples in shuffled minibatches.
 
-    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Stops before the first minibatch whose approx_kl exceeds `target_kl`.
     Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
@@ -819,8 +819,9 @@ def learn(args, state, trajectory):
     batch = Batch(*sampled, value, advantage, target, trajectory.valid)
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [B, ...]
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update
+    if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
+    learning_rate *= trajectory.valid.any()  # no step without a valid sample
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -938,12 +939,12 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] for evaluations, which training never uses."""
-    # Splitting a key into n equals `fold_in` of 0 to n - 1.
+    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
+    """Maps a function of one agent over pytrees [K, ...]; on a CPU, one agent at a time."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
@@ -953,10 +954,7 @@ def over_seeds(function, *trees):
 
 
 def float_inputs(args):
-    """{name: number} of the float hyperparameters and the seed, the inputs of compiled functions.
-
-    Changing them does not recompile. All other flags are static.
-    """
+    """{name: number} of the float flags and the seed, the traced inputs of compiled functions."""
     floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
     return floats | {"seed": np.uint32(args.seed)}
 
@@ -964,8 +962,8 @@ def float_inputs(args):
 def jit_function(args, function, level=2, **options):
     """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
 
-    On a CPU level 2 of LLVM compiles faster than the default, 3, and runs as fast. Level 0 is best
-    for a function that runs once. XLA_FLAGS has priority.
+    `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
+    runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
     """
 
     @functools.wraps(function)  # its name appears in profiles
@@ -983,7 +981,7 @@ def jit_function(args, function, level=2, **options):
 
 @contextlib.contextmanager
 def user_errors(message, *kinds):
-    """Turns exceptions of some kinds into a `UserError` that begins with a message."""
+    """Turns exceptions of the given kinds into a `UserError` that begins with `message`."""
     try:
         yield
     except kinds as error:
@@ -994,7 +992,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
+        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1023,17 +1021,17 @@ def save_checkpoint(run_dir, state):
 
 
 def load_checkpoint(run_dir, like):
-    """The tree `like` with the arrays of a run's checkpoint.
+    """The arrays of a run's checkpoint, in a tree like `like`.
 
-    `like` has shapes and dtypes. It is a `TrainState`, or {"params": ...} for a part of one.
-    Raises `UserError` for a damaged file, and for one with other names, shapes or dtypes.
+    `like` contains shapes and dtypes: a `TrainState`, or {"params": ...} for a part of one.
+    Raises `UserError` if the file is damaged, an array is missing, or a shape or dtype differs.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     wanted, arrays = jax.eval_shape(named_arrays, like), []
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `eval_shape` has sorted the names
+    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
         if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
@@ -1064,7 +1062,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. Limits of flags that you have removed are ignored."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1117,9 +1115,9 @@ def use_compilation_cache():
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that receives the first signal to stop; a second one ends the process.
+    """Yields a list that receives the first stop signal; a second one ends the process.
 
-    Signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal and SIGUSR1 of a job scheduler.
+    Stop signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (closed terminal), SIGUSR1 (job scheduler).
     """
     received, handlers, process = [], {}, os.getpid()
 
@@ -1147,13 +1145,13 @@ def stop_signals():
 class Logger:
     """Writes metrics of K seeds to TensorBoard, one run per seed, and prints progress.
 
-    Metrics wait in a queue until the log interval is over, because reading them blocks.
+    Metrics are queued for `log_interval` updates, because reading them blocks.
     """
 
     def __init__(self, args, run_dir, first_update):
         self.args, self.run_dir, self.first_update = args, run_dir, first_update
         self.queue = []  # (update, metrics {tag: [K]})
-        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite losses
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite gradients
         self.cause, self.train_return = None, math.nan
         seeds = range(args.seed, args.seed + args.num_seeds)
         self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
@@ -1166,8 +1164,8 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # TensorBoard drops what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # moved on by every pause
-        self.seconds = self.sps = None  # of training in this process
+        self.start = time.perf_counter()  # shifted to exclude pauses
+        self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
         step = update * self.args.batch_size + offset
@@ -1216,7 +1214,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Prints what is not finite for each seed whose losses are not, once."""
+        """Reports each seed whose gradients are not finite, once, with the cause."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1257,7 +1255,7 @@ def evaluation_scores(evaluation):
 
 
 def evaluation_summary(args, evaluation):
-    """Prints an evaluation; returns its part of summary.json: means over seeds and all values."""
+    """Prints an evaluation; returns its entries of summary.json: means and values per seed."""
     scores = evaluation_scores(evaluation)
     means = {name: float(x.mean()) for name, x in scores.items()}
     text = ", ".join(f"{name[5:]} {x:.4g}" for name, x in means.items())  # without "eval_"
@@ -1278,7 +1276,7 @@ def try_video(args, evaluation, run_dir, name):
 
 
 def evaluate_run(args):
-    """`--eval`: writes the run's eval.json and a video, nothing else."""
+    """`--eval`: writes the run's eval.json and a video."""
     _, params = load_run(args.eval)
     act = functools.partial(jit_function(args, evaluation_actions), float_inputs(args))
     evaluation = evaluate(args, act, params)
@@ -1299,7 +1297,7 @@ def start_run(args, run_dir, env):
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts again.
+    # A run that was killed before its first checkpoint has neither file and starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = int(jax.device_get(state.update)[0])

@@ -44,7 +44,7 @@ ppo_cartpole_jax.py explains PPO. Recurrence changes three things:
 - The value of a truncated episode's last observation depends on the agent's memory of this episode,
   so `rollout` returns both.
 
-The sections above "Running" contain the algorithm for one agent. "Running" trains it from a shell.
+The sections before "Running" train one agent. "Running" adds seeds, files and the command line.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features, Y, X rows and
@@ -107,19 +107,19 @@ class Args:
     process_id: int | None = None
     """index of this process, from 0; detected under SLURM and similar launchers"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_minigrid_rnn")).stem
-    """name of the experiment, part of the run's name"""
+    """experiment name, part of the run name"""
     runs_dir: str = "runs"
     """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
     """folder for <run_name>/ with videos"""
     log_interval: int = 5
-    """updates between fetching metrics; every update is logged"""
+    """updates between progress lines; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 256
     """episodes (or trials) per evaluation, each in its own environment"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
-    """evaluation takes the most probable actions (greedy) or samples them (sampled)"""
+    """take the most probable actions (greedy) or sample from the policy (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
@@ -157,9 +157,8 @@ class Args:
     head_hidden_dim: int = 64
     """units of the hidden layers of actor and critic"""
 
-    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
-    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
-    # 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
+    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float = 300_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 64
@@ -181,7 +180,7 @@ class Args:
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = True
-    """clip the value loss by the same range"""
+    """use a clipped value loss, with the range clip_coef"""
     ent_coef: float = 0.0001
     """weight of the entropy bonus; a larger one favors random play between rare successes"""
     vf_coef: float = 0.5
@@ -189,7 +188,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = 0.1
-    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
+    """stop an update before the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -204,7 +203,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U, a whole number."""
+        """Updates per run, U: a float with a whole value."""
         return self.total_timesteps // self.batch_size
 
 
@@ -665,7 +664,7 @@ class MiniGrid:
 
     def render(self, state, tile_size=None):
         """Renders a state on the host, visible cells brighter; uint8 [rows, columns, 3]."""
-        tile_size = tile_size or 320 // self.width
+        tile_size = tile_size or max(4, 320 // self.width)
         position, direction = int(state.position), int(state.direction)
         shown = view_table(self.width, self.height)[position * 4 + direction]
         is_seen = np.asarray(self.view(state)).ravel() != UNSEEN
@@ -711,7 +710,7 @@ class Trials:
     state, return and TD errors continue through the trial, so exploration in the first episode pays
     if it improves later ones. All episodes of a trial have the same initial state. The observation
     "restarted" marks a new episode. The trial terminates with its last episode, even at the time
-    limit.
+    limit. An environment with a PRNG key in its state replays the same noise in every episode.
 
     With C episodes of about n steps, gamma should be well above 1 - 1 / (C n). Gradients pass
     through one rollout only, so remembering should pay within `num_steps` steps.
@@ -795,7 +794,8 @@ def find_env(env_id):
     if full_id(env_id) in ENVIRONMENTS:
         return ENVIRONMENTS[full_id(env_id)]
     near = difflib.get_close_matches(f"MiniGrid-{env_id}", ENVIRONMENTS, n=3, cutoff=0)
-    raise UserError(f"unknown --env-id {env_id}, see --list-envs; similar: {', '.join(near)}")
+    hint = f"similar: {', '.join(near)}; BabyAI and WFC levels are not included"
+    raise UserError(f"unknown --env-id {env_id}, see --list-envs; {hint}")
 
 
 def make_env(args):
@@ -828,7 +828,6 @@ class Categorical(NamedTuple):
 
     def log_probs(self):
         """Log-probabilities of all actions, actions first: [A, ...]."""
-        # With actions first the batch is contiguous; XLA merges this transpose with the network's.
         return jax.nn.log_softmax(jnp.moveaxis(self.logits, -1, 0), axis=0)
 
     def sample(self, key):
@@ -1179,14 +1178,14 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
-    over the episodes that end in one update would favor short ones.
+    Returns are undiscounted. Logs average the last episode of each environment. An average over
+    the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
-    last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # -inf before the first episode has ended
+    last_return: jax.Array  # -inf until an episode ends
+    last_length: jax.Array  # -inf until an episode ends
 
 
 class Transition(NamedTuple):
@@ -1197,8 +1196,8 @@ class Transition(NamedTuple):
     log_prob: jax.Array  # [N]
     value: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # A terminated episode has no future reward. A truncated one does, so its last observation is
-    # evaluated by the critic.
+    # Termination ends all rewards. Truncation does not, so the critic evaluates the last
+    # observation.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     info: dict  # {name: [N]}, the environment's `metrics`
@@ -1223,7 +1222,7 @@ def init_episode_stats(num_envs):
 
 
 def restart_ended(ended, stats):
-    """Moves the statistics of episodes that have ended [N] from running to last."""
+    """Moves the statistics from running to last where `ended` [N] is true."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -1302,7 +1301,7 @@ def env_metrics(env, states):
 
 
 def gpu_unroll(steps):
-    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
+    """The unroll factor of a scan: `steps` on a GPU, where kernel launches dominate, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -1320,7 +1319,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
     environment with `starts_per_update` has a pool of so many initial states on every platform.
     Each new episode takes the next state of the pool, which repeats when it is used up.
     """
-    # One split for all keys: each use of `jax.random` adds a tenth to the compile time on a CPU.
+    # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 2 + args.num_envs))
     action_keys, reset_keys, step_keys = keys[:, 0], keys[:, 1], keys[:, 2:]
     pool_size = getattr(env, "starts_per_update", None)
@@ -1358,7 +1357,7 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
             raise TypeError(f"`reset` returns {before - after}, `step` returns {after - before}")
         next_agent_state = agent_state_after(rnn_state, action, reward)
 
-        # --- Has the episode ended? ---
+        # --- End episodes ---
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
@@ -1428,11 +1427,11 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
-    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
-    A truncated episode keeps `next_value`, the value of its true last observation.
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
+    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
+    episode keeps `next_value`, the value of its last observation.
 
-    An episode terminates after the third of four steps, so its next value, 9, is ignored:
+    The third of four steps terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -1462,8 +1461,9 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
-    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
+    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
+    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
+    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -1527,7 +1527,7 @@ def spread(minibatch):
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Several passes over a batch of N environments in shuffled minibatches of environments.
 
-    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Stops before the first minibatch whose approx_kl exceeds `target_kl`.
     Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
@@ -1587,7 +1587,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types: a Python 0 in a state could become a float in `step`.
+    # Removes weak types, so that `step` cannot change a dtype.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1615,7 +1615,7 @@ def update(args, state):
     sampled = trajectory.inputs, rnn_state, trajectory.action, trajectory.log_prob
     batch = Batch(*sampled, value, advantage, target)
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update
+    if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
@@ -1638,7 +1638,7 @@ def update(args, state):
 def train(args, key):
     """Trains one agent; returns (state, metrics {tag: [U]} of every update).
 
-    A pure function for your own scripts, for example a sweep in one compiled function:
+    The function is pure. Your own script can compile a whole sweep:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -1654,7 +1654,7 @@ def train(args, key):
 # ==================================================================================================
 
 
-VIDEO_STEPS = 1000  # maximum length of a video
+VIDEO_STEPS = 1000  # maximum length of a video, in steps
 
 
 class Evaluation(NamedTuple):
@@ -1700,7 +1700,7 @@ def evaluate(args, params, key):
     steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
     states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
     carry = jnp.int32(0), playing, start_state, init_agent_state(args, num_envs), sums, states
-    # Ends with the last episode, which is often before the time limit.
+    # Stops once all episodes have ended.
     carry = jax.lax.while_loop(is_playing, env_step, carry)
     _, _, env_state, _, (returns, lengths, info), states = carry
     return Evaluation(
@@ -1747,12 +1747,12 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] for evaluations, which training never uses."""
-    # Splitting a key into n equals `fold_in` of 0 to n - 1.
+    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
+    """Maps a function of one agent over pytrees [K, ...]; on a CPU, one agent at a time."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
@@ -1819,10 +1819,7 @@ def evaluate_seeds(args, params):
 
 
 def float_inputs(args):
-    """{name: number} of the float hyperparameters and the seed, the inputs of compiled functions.
-
-    Changing them does not recompile. All other flags are static.
-    """
+    """{name: number} of the float flags and the seed, the traced inputs of compiled functions."""
     floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
     return floats | {"seed": np.uint32(args.seed)}
 
@@ -1830,8 +1827,8 @@ def float_inputs(args):
 def jit_function(args, function, level=2, **options):
     """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
 
-    On a CPU level 2 of LLVM compiles faster than the default, 3, and runs as fast. Level 0 is best
-    for a function that runs once. XLA_FLAGS has priority.
+    `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
+    runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
     """
 
     @functools.wraps(function)  # its name appears in profiles
@@ -1849,7 +1846,7 @@ def jit_function(args, function, level=2, **options):
 
 @contextlib.contextmanager
 def user_errors(message, *kinds):
-    """Turns exceptions of some kinds into a `UserError` that begins with a message."""
+    """Turns exceptions of the given kinds into a `UserError` that begins with `message`."""
     try:
         yield
     except kinds as error:
@@ -1860,7 +1857,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
+        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1892,17 +1889,17 @@ def save_checkpoint(run_dir, state):
 
 
 def load_checkpoint(run_dir, like):
-    """The tree `like` with the arrays of a run's checkpoint.
+    """The arrays of a run's checkpoint, in a tree like `like`.
 
-    `like` has shapes and dtypes. It is a `TrainState`, or {"params": ...} for a part of one.
-    Raises `UserError` for a damaged file, and for one with other names, shapes or dtypes.
+    `like` contains shapes and dtypes: a `TrainState`, or {"params": ...} for a part of one.
+    Raises `UserError` if the file is damaged, an array is missing, or a shape or dtype differs.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     wanted, arrays = jax.eval_shape(named_arrays, like), []
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `eval_shape` has sorted the names
+    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
         if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
@@ -1933,7 +1930,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. Limits of flags that you have removed are ignored."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1990,9 +1987,9 @@ def use_compilation_cache():
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that receives the first signal to stop; a second one ends the process.
+    """Yields a list that receives the first stop signal; a second one ends the process.
 
-    Signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal and SIGUSR1 of a job scheduler.
+    Stop signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (closed terminal), SIGUSR1 (job scheduler).
     """
     received, handlers = [], {}
 
@@ -2018,13 +2015,13 @@ def stop_signals():
 class Logger:
     """Writes metrics of K seeds to TensorBoard, one run per seed, and prints progress.
 
-    Metrics wait in a queue until the log interval is over, because reading them blocks.
+    Metrics are queued for `log_interval` updates, because reading them blocks.
     """
 
     def __init__(self, args, run_dir, first_update):
         self.args, self.run_dir, self.first_update = args, run_dir, first_update
         self.queue = []  # (update, metrics {tag: [K]})
-        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite losses
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite gradients
         self.cause, self.train_return = None, math.nan
         seeds = range(args.seed, args.seed + args.num_seeds)
         self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
@@ -2037,8 +2034,8 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # TensorBoard drops what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # moved on by every pause
-        self.seconds = self.sps = None  # of training in this process
+        self.start = time.perf_counter()  # shifted to exclude pauses
+        self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
         step = update * self.args.batch_size + offset
@@ -2087,7 +2084,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Prints what is not finite for each seed whose losses are not, once."""
+        """Reports each seed whose gradients are not finite, once, with the cause."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -2134,7 +2131,7 @@ def evaluation_scores(evaluation):
 
 
 def evaluation_summary(args, evaluation):
-    """Prints an evaluation; returns its part of summary.json: means over seeds and all values."""
+    """Prints an evaluation; returns its entries of summary.json: means and values per seed."""
     scores = evaluation_scores(evaluation)
     means = {name: float(x.mean()) for name, x in scores.items()}
     text = ", ".join(f"{name[5:]} {x:.4g}" for name, x in means.items())  # without "eval_"
@@ -2156,7 +2153,7 @@ def try_video(args, evaluation, run_dir, name):
 
 
 def evaluate_run(args):
-    """`--eval`: writes the run's eval.json and a video, nothing else."""
+    """`--eval`: writes the run's eval.json and a video."""
     _, params = load_run(args.eval)
     evaluation = jit_function(args, evaluate_seeds)(float_inputs(args), params)
     summary = {"args": vars(args), **evaluation_summary(args, evaluation)}
@@ -2194,7 +2191,7 @@ def start_run(args, run_dir, out_dir):
     run_update = jit_function(args, update_seeds, **layout)
     run_evaluation = jit_function(args, evaluate_seeds, out_shardings=everywhere)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts again.
+    # A run that was killed before its first checkpoint has neither file and starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     place = jax.jit(lambda state: state, out_shardings=placed)

@@ -72,19 +72,19 @@ class Args:
     num_seeds: int = 1
     """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_swingup_jax")).stem
-    """name of the experiment, part of the run's name"""
+    """experiment name, part of the run name"""
     runs_dir: str = "runs"
     """folder for <run_name>/: event files, args.json, checkpoint.npz, summary.json"""
     videos_dir: str = "videos"
     """folder for <run_name>/ with videos"""
     log_interval: int = 10
-    """updates between fetching metrics; every update is logged"""
+    """updates between progress lines; every update is logged"""
     checkpoint_interval: int = 100
     """updates between checkpoints; the last update is always saved"""
     eval_episodes: int = 1024
     """episodes from each kind of start, each in an environment of its own"""
     eval_mode: Literal["greedy", "sampled"] = "greedy"
-    """evaluation takes the most probable actions (greedy) or samples them (sampled)"""
+    """take the most probable actions (greedy) or sample from the policy (sampled)"""
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     capture_video: bool = False
@@ -112,9 +112,8 @@ class Args:
     num_envs: int = 128
     """parallel environments per agent"""
 
-    # Algorithm. Float flags are traced: changing one does not recompile, but Python's `if` cannot
-    # read it. All other flags except the seed are static. `total_timesteps` is a float, so that
-    # 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
+    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float | None = None
     """environment steps per agent; default: 2 million, or 45 updates if that is more"""
     num_steps: int = 128
@@ -138,7 +137,7 @@ class Args:
     clip_coef: float = 0.2
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
-    """clip the value loss by the same range"""
+    """use a clipped value loss, with the range clip_coef"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
@@ -146,7 +145,7 @@ class Args:
     max_grad_norm: float = 5.0
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """skip the rest of an update once a minibatch's approx_kl exceeds this"""
+    """stop an update before the first minibatch whose approx_kl exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -166,7 +165,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U, a whole number."""
+        """Updates per run, U: a float with a whole value."""
         return self.total_timesteps // self.batch_size
 
 
@@ -390,7 +389,7 @@ class Gaussian(NamedTuple):
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
 
-@jax.custom_batching.sequential_vmap  # initial weights do not depend on the number of seeds
+@jax.custom_batching.sequential_vmap  # so that initial weights do not depend on num_seeds
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -405,9 +404,9 @@ def orthogonalized(noise):
 def init_mlp(key, sizes, head_gain):
     """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron.
 
-    Orthogonal matrices preserve lengths, so signals and gradients neither vanish nor explode. The
-    gain sqrt(2) is derived for relu and conventional for tanh. A head gain of 0.01 gives the actor
-    nearly the same policy in all states.
+    Orthogonal matrices preserve lengths, which keeps signals and gradients in range. The gain
+    sqrt(2) is derived for relu and conventional for tanh. A head gain of 0.01 makes the initial
+    policy nearly uniform.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
     # One sample for all layers compiles faster.
@@ -456,8 +455,7 @@ def bounded_log_std(spread):
 def forward(args, params, obs):
     """The policy's distribution and the values [M] for observations [M, ...].
 
-    For images, replace convolutions by patch extraction and a matrix product (see
-    benchmarks/recipes.md): on a CPU XLA's gradient of a convolution inside `lax.scan` is slow.
+    For images, see benchmarks/recipes.md: XLA's gradient of a convolution is slow on a CPU.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     # tanh, because samples far beyond [-1, 1] would all be clipped to the same action.
@@ -488,7 +486,7 @@ def adam_init(params):
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
-    """Clips the global norm of the gradients, then takes one step of Adam, arXiv:1412.6980:
+    """Clips the global norm of the gradients g, then takes step t of Adam, arXiv:1412.6980:
 
         m = beta1 m + (1 - beta1) g            m_hat = m / (1 - beta1^t)
         v = beta2 v + (1 - beta2) g^2          v_hat = v / (1 - beta2^t)
@@ -519,14 +517,14 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs contain the mean over each environment's last episode; a mean
-    over the episodes that end in one update would favor short ones.
+    Returns are undiscounted. Logs average the last episode of each environment. An average over
+    the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
     running_length: jax.Array
-    last_return: jax.Array  # -inf before the first episode has ended
-    last_length: jax.Array  # -inf before the first episode has ended
+    last_return: jax.Array  # -inf until an episode ends
+    last_length: jax.Array  # -inf until an episode ends
 
 
 class Transition(NamedTuple):
@@ -536,11 +534,11 @@ class Transition(NamedTuple):
     action: jax.Array  # [N, ...]
     log_prob: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # A terminated episode has no future reward. A truncated one does, so its last observation is
-    # evaluated by the critic.
+    # Termination ends all rewards. Truncation does not, so the critic evaluates the last
+    # observation.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
-    next_obs: jax.Array  # [N, ...], the true successor, before any reset
+    next_obs: jax.Array  # [N, ...], after the step, before any reset
     info: dict  # {name: [N]}, the environment's `metrics`
 
 
@@ -562,7 +560,7 @@ def init_episode_stats(num_envs):
 
 
 def restart_ended(ended, stats):
-    """Moves the statistics of episodes that have ended [N] from running to last."""
+    """Moves the statistics from running to last where `ended` [N] is true."""
     return stats._replace(
         running_return=jnp.where(ended, 0.0, stats.running_return),
         running_length=jnp.where(ended, 0, stats.running_length),
@@ -602,7 +600,7 @@ def env_metrics(env, states):
 
 
 def gpu_unroll(steps):
-    """The unroll factor of a scan: `steps` on a GPU, where launching kernels dominates, else 1."""
+    """The unroll factor of a scan: `steps` on a GPU, where kernel launches dominate, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -611,16 +609,16 @@ def rollout(args, env, params, env_state, stats, key):
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
-    Initial states are sampled in one batch, one per step and environment; most are never used. If
-    that is too slow, an environment defines `starts_per_update`, the size of a pool of initial
-    states. Each new episode takes the next state of the pool, which repeats when it is used up.
+    One batch of initial states is sampled, one per step and environment; most are never used. An
+    environment with slow resets can define `starts_per_update`, the size of a smaller pool. New
+    episodes cycle through the pool.
     """
-    # One split for all keys: each use of `jax.random` adds a tenth to the compile time on a CPU.
+    # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
     step_keys, reset_keys = keys[:, 1 : 1 + args.num_envs], keys[:, 1 + args.num_envs :].ravel()
     pool_size = getattr(env, "starts_per_update", None)
     reset_keys = reset_keys[:pool_size]
-    start_states = jax.vmap(env.reset)(reset_keys)  # [P]
+    start_states = jax.vmap(env.reset)(reset_keys)
 
     def env_step(carry, inputs):
         env_state, stats, num_taken = carry
@@ -628,7 +626,7 @@ def rollout(args, env, params, env_state, stats, key):
 
         # --- Act ---
         obs = jax.vmap(env.observe)(env_state)
-        # XLA drops `value`, which `trajectory_values` computes in one batch.
+        # XLA removes the unused `value`; `trajectory_values` computes all values in one batch.
         dist, value = forward(args, params, obs)
         action = dist.sample(action_key)
         log_prob = dist.log_prob(action)
@@ -640,7 +638,7 @@ def rollout(args, env, params, env_state, stats, key):
         if before != after:
             raise TypeError(f"`reset` returns {before - after}, `step` returns {after - before}")
 
-        # --- Has the episode ended? ---
+        # --- End episodes ---
         stats = stats._replace(
             running_return=stats.running_return + reward, running_length=stats.running_length + 1
         )
@@ -670,10 +668,10 @@ def trajectory_values(args, env, params, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
     The successor is the next step's observation, or the last observation of a truncated episode.
-    `compute_gae` ignores the successors of terminated episodes. An environment is truncated at
-    most once per `max_episode_steps` steps, so W extra observations suffice, usually one.
+    `compute_gae` ignores the successors of terminated episodes. Truncations are at least
+    `max_episode_steps` steps apart, so W extra observations per environment suffice, usually one.
     """
-    # The W steps of each environment that were truncated or, if there are fewer, any others.
+    # W steps of each environment: the truncated ones, filled up with others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -694,11 +692,11 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives little
-    variance and the critic's bias; lambda = 1 gives little bias and the variance of all rewards.
-    A truncated episode keeps `next_value`, the value of its true last observation.
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
+    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
+    episode keeps `next_value`, the value of its last observation.
 
-    An episode terminates after the third of four steps, so its next value, 9, is ignored:
+    The third of four steps terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -728,8 +726,9 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s); at ratio 1 the gradient is the policy gradient. It is zero once
-    the ratio has moved by c in the direction of A. With c = 0.25, for A = 1 and A = -1:
+    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
+    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
+    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -782,9 +781,9 @@ def reduce_metrics(metrics):
 
 
 def loss_gradient(args, params, batch):
-    """(gradients of `ppo_loss`, metrics); large minibatches use blocks of 4,096 samples on a CPU.
+    """Returns (gradients of `ppo_loss`, metrics). The loss must be a mean over samples.
 
-    The activations of a block fit into the processor's cache. The loss must be a mean over samples.
+    On a CPU, multiples of 4,096 samples are split into blocks whose activations fit into the cache.
     """
     grad = jax.grad(ppo_loss, argnums=1, has_aux=True)
     size, block = len(batch.log_prob), 4096
@@ -798,8 +797,8 @@ def loss_gradient(args, params, batch):
 def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n].
 
-    Sorting takes longer than the gradients of a small network. For large powers of two, a Feistel
-    network permutes the bits of the index: it is a bijection for any function `mix`.
+    Sorting takes longer than the gradients of a small network. If n is a power of two above 256, a
+    Feistel network permutes the indices instead. It is a bijection for any function `mix`.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -822,7 +821,7 @@ def random_permutations(key, count, n):
 def update_epochs(args, params, opt_state, batch, learning_rate, key):
     """Several passes over a batch of B samples in shuffled minibatches.
 
-    Once the approx_kl of a minibatch exceeds `target_kl`, the rest of the update is skipped.
+    Stops before the first minibatch whose approx_kl exceeds `target_kl`.
     Returns (params, opt_state, metrics {tag: []} averaged over all minibatches).
     """
 
@@ -878,7 +877,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types: a Python 0 in a state could become a float in `step`.
+    # Removes weak types, so that `step` cannot change a dtype.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -904,7 +903,7 @@ def update(args, state):
     batch = Batch(trajectory.obs, trajectory.action, trajectory.log_prob, value, advantage, target)
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), batch)
     learning_rate = jnp.float32(args.learning_rate)
-    if args.anneal_lr:  # to 0 after the last update
+    if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
@@ -926,7 +925,7 @@ def update(args, state):
 def train(args, key):
     """Trains one agent; returns (state, metrics {tag: [U]} of every update).
 
-    A pure function for your own scripts, for example a sweep in one compiled function:
+    The function is pure. Your own script can compile a whole sweep:
 
         def agent(learning_rate, key):
             return train(dataclasses.replace(args, learning_rate=learning_rate), key)
@@ -942,7 +941,7 @@ def train(args, key):
 # ==================================================================================================
 
 
-VIDEO_STEPS = 1000  # maximum length of a video
+VIDEO_STEPS = 1000  # maximum length of a video, in steps
 
 
 class Evaluation(NamedTuple):
@@ -997,7 +996,7 @@ def evaluate(args, params, key):
     states = jax.tree.map(first, start_state)
     states = jax.tree.map(lambda x: jnp.broadcast_to(x, (steps + 1, *x.shape)), states)
     carry = jnp.int32(0), jnp.ones(num_envs, bool), start_state, sums, states
-    # Ends with the last episode, which is often before the time limit.
+    # Stops once all episodes have ended.
     _, _, _, sums, states = jax.lax.while_loop(is_playing, env_step, carry)
     returns, lengths, held, info = jax.tree.map(lambda x: x.reshape(shape), sums)
     success = dict(zip(kinds, held >= env.success_steps)) if hasattr(env, "succeeds") else {}
@@ -1047,12 +1046,12 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] for evaluations, which training never uses."""
-    # Splitting a key into n equals `fold_in` of 0 to n - 1.
+    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
 def over_seeds(function, *trees):
-    """Maps a function of one agent over pytrees with a leading axis K, in sequence on a CPU."""
+    """Maps a function of one agent over pytrees [K, ...]; on a CPU, one agent at a time."""
     if jax.default_backend() == "cpu" or len(jax.tree.leaves(trees)[0]) == 1:
         return jax.lax.map(lambda agent: function(*agent), trees)
     return jax.vmap(function)(*trees)
@@ -1072,10 +1071,7 @@ def evaluate_seeds(args, params):
 
 
 def float_inputs(args):
-    """{name: number} of the float hyperparameters and the seed, the inputs of compiled functions.
-
-    Changing them does not recompile. All other flags are static.
-    """
+    """{name: number} of the float flags and the seed, the traced inputs of compiled functions."""
     floats = {name: np.float32(x) for name, x in vars(args).items() if isinstance(x, float)}
     return floats | {"seed": np.uint32(args.seed)}
 
@@ -1083,8 +1079,8 @@ def float_inputs(args):
 def jit_function(args, function, level=2, **options):
     """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
 
-    On a CPU level 2 of LLVM compiles faster than the default, 3, and runs as fast. Level 0 is best
-    for a function that runs once. XLA_FLAGS has priority.
+    `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
+    runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
     """
 
     @functools.wraps(function)  # its name appears in profiles
@@ -1102,7 +1098,7 @@ def jit_function(args, function, level=2, **options):
 
 @contextlib.contextmanager
 def user_errors(message, *kinds):
-    """Turns exceptions of some kinds into a `UserError` that begins with a message."""
+    """Turns exceptions of the given kinds into a `UserError` that begins with `message`."""
     try:
         yield
     except kinds as error:
@@ -1113,7 +1109,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # a part would keep a disk full
+        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1142,17 +1138,17 @@ def save_checkpoint(run_dir, state):
 
 
 def load_checkpoint(run_dir, like):
-    """The tree `like` with the arrays of a run's checkpoint.
+    """The arrays of a run's checkpoint, in a tree like `like`.
 
-    `like` has shapes and dtypes. It is a `TrainState`, or {"params": ...} for a part of one.
-    Raises `UserError` for a damaged file, and for one with other names, shapes or dtypes.
+    `like` contains shapes and dtypes: a `TrainState`, or {"params": ...} for a part of one.
+    Raises `UserError` if the file is damaged, an array is missing, or a shape or dtype differs.
     """
     path = pathlib.Path(run_dir, "checkpoint.npz")
     wanted, arrays = jax.eval_shape(named_arrays, like), []
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `eval_shape` has sorted the names
+    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
         if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
@@ -1183,7 +1179,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. Limits of flags that you have removed are ignored."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1236,9 +1232,9 @@ def use_compilation_cache():
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that receives the first signal to stop; a second one ends the process.
+    """Yields a list that receives the first stop signal; a second one ends the process.
 
-    Signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal and SIGUSR1 of a job scheduler.
+    Stop signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (closed terminal), SIGUSR1 (job scheduler).
     """
     received, handlers = [], {}
 
@@ -1264,13 +1260,13 @@ def stop_signals():
 class Logger:
     """Writes metrics of K seeds to TensorBoard, one run per seed, and prints progress.
 
-    Metrics wait in a queue until the log interval is over, because reading them blocks.
+    Metrics are queued for `log_interval` updates, because reading them blocks.
     """
 
     def __init__(self, args, run_dir, first_update):
         self.args, self.run_dir, self.first_update = args, run_dir, first_update
         self.queue = []  # (update, metrics {tag: [K]})
-        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite losses
+        self.failed = np.zeros(args.num_seeds, bool)  # seeds with non-finite gradients
         self.cause, self.train_return = None, math.nan
         seeds = range(args.seed, args.seed + args.num_seeds)
         self.runs = [f"seed_{seed}/" if args.num_seeds > 1 else "" for seed in seeds]
@@ -1283,8 +1279,8 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # TensorBoard drops what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # moved on by every pause
-        self.seconds = self.sps = None  # of training in this process
+        self.start = time.perf_counter()  # shifted to exclude pauses
+        self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
         step = update * self.args.batch_size + offset
@@ -1333,7 +1329,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Prints what is not finite for each seed whose losses are not, once."""
+        """Reports each seed whose gradients are not finite, once, with the cause."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1377,7 +1373,7 @@ def evaluation_scores(evaluation):
 
 
 def evaluation_summary(args, evaluation):
-    """Prints an evaluation; returns its part of summary.json: means over seeds and all values."""
+    """Prints an evaluation; returns its entries of summary.json: means and values per seed."""
     scores = evaluation_scores(evaluation)
     means = {name: float(x.mean()) for name, x in scores.items()}
     text = ", ".join(f"{name[5:]} {x:.4g}" for name, x in means.items())  # without "eval_"
@@ -1397,7 +1393,7 @@ def try_video(args, evaluation, run_dir, name):
 
 
 def evaluate_run(args):
-    """`--eval`: writes the run's eval.json and a video, nothing else."""
+    """`--eval`: writes the run's eval.json and a video."""
     _, params = load_run(args.eval)
     evaluation = jit_function(args, evaluate_seeds)(float_inputs(args), params)
     summary = {"args": vars(args), **evaluation_summary(args, evaluation)}
@@ -1411,15 +1407,15 @@ def evaluate_run(args):
 def start_run(args, run_dir):
     """Creates or loads the state of a run and compiles its update.
 
-    Returns (state, run_update, run_evaluation), the functions as `run_updates` calls them. Raises
-    `UserError` for a finished run.
+    Returns (state, run_update(state), run_evaluation(params)). Raises `UserError` for a finished
+    run.
     """
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     run_update = jit_function(args, update_seeds, donate_argnums=1)
     run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts again.
+    # A run that was killed before its first checkpoint has neither file and starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates

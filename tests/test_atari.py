@@ -478,6 +478,16 @@ def test_minibatch_without_valid_samples():
     assert loss == 0 and not any(np.any(g) for g in jax.tree.leaves(grads))
 
 
+def test_batch_without_valid_steps_changes_no_parameters(truncated_games):
+    """Adam's running means would still move them."""
+    args, state, trajectory = truncated_games
+    learn = jitted_learn(dataclasses.replace(args, anneal_lr=False))
+    state, _ = learn(state, trajectory)
+    after, _ = learn(state, trajectory._replace(valid=jnp.zeros_like(trajectory.valid)))
+    for ours, expected in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params)):
+        np.testing.assert_array_equal(ours, expected)
+
+
 def test_learning_rates_under_vmap(truncated_games):
     """`learn` with a traced learning rate for two agents at once: each equals one of its own."""
     args, state, trajectory = truncated_games
@@ -648,6 +658,8 @@ def test_compilation_cache_is_off_for_pools(tmp_path, monkeypatch):
 def test_unknown_game_lists_near_names():
     with pytest.raises(script.UserError, match="Breakuot-v5.*Breakout-v5"):
         script.make_env(quick_args(script, env_id="Breakuot-v5"))
+    with pytest.raises(script.UserError, match="HalfCheetah-v4.*need an adapter"):
+        script.make_env(script.Args(env_id="HalfCheetah-v4"))
 
 
 @pytest.fixture

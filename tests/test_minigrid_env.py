@@ -1,5 +1,6 @@
 """The environments against Farama's MiniGrid: rules by step, levels by chi-square, pixels."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -750,6 +751,15 @@ def test_names():
         script.find_env("DorKey-8x8")
     with pytest.raises(script.UserError, match="FourRooms"):
         script.find_env("fourrooms")
+    with pytest.raises(script.UserError, match="BabyAI and WFC levels are not included"):
+        script.find_env("BabyAI-GoToObj-v0")
+
+
+def test_wide_levels_are_rendered():
+    """Each cell has at least four pixels."""
+    env = dataclasses.replace(script.find_env("Empty-8x8"), width=400)
+    image = env.render(env.reset(jax.random.key(0)))
+    assert image.shape == (4 * env.height, 1600, 3) and image.any()
 
 
 def test_codes_pack_and_unpack():
