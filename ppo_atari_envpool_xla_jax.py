@@ -13,26 +13,26 @@
     python ppo_atari_envpool_xla_jax.py --eval runs/<run_name>    # evaluates, records a video
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
-environments x 128 steps, four epochs. (That script ignores its value clipping flag, learns from
-steps that only reset, and treats truncation as termination.) A step is one decision of the agent,
-four frames of the console. One epoch learns less from a step but takes less than half of the time:
-with `--update-epochs 1 --num-minibatches 16 --total-timesteps 5e6`, Breakout reached a return of
-248 in 4.4 hours on one CPU core, Pong 17 in 2.1 hours. Pong reached 20 in 2.6 hours on two cores:
+environments x 128 steps, four epochs. (That script ignores its flag for value clipping, treats
+truncation as termination, and also learns from the steps on which EnvPool only resets a game.) A
+step is one action, held for four frames. One epoch instead of four learns less from each step, but
+takes less than half of the time. With `--update-epochs 1 --num-minibatches 16 --total-timesteps
+5e6` on one CPU core, Breakout reached a return of 248 in 4.4 hours and Pong 17 in 2.1 hours. On two
+cores, Pong reached 20 in 2.6 hours:
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
-ppo_cartpole_jax.py explains PPO. Here one pool of emulators plays for all agents, so `rollout` and
+ppo_cartpole_jax.py explains PPO. Here all K agents play in one pool of emulators, so `rollout` and
 `update` handle K agents. `learn`, the rest of an update, is a pure function for one agent. Only the
-class `Atari` and the network are specific to Atari: another vector environment replaces them, see
-`Atari`. The sections above "Running" contain the algorithm. "Running" trains it from a shell.
+class `Atari` and the network are specific to Atari; `Atari` explains how to replace them. The
+sections before "Running" contain the algorithm. "Running" adds files and the command line.
 
 EnvPool requires Linux and supports CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
 restores parameters, optimizer, schedule and key, and starts new games.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
 minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
-Observations and actions may have other shapes in other environments.
 """
 
 import contextlib
@@ -91,9 +91,9 @@ class Args:
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """sample actions, or take the most probable ones, which may never press FIRE"""
+    """sample actions, or take the most probable ones (these may never include FIRE)"""
     eval_protocol: Literal["training", "whole-games"] = "training"
-    """reset after each lost life, as in training, or play whole games"""
+    """reset after each lost life, as in training, or after each game; both score whole games"""
     capture_video: bool = False
     """record a video at each evaluation during training"""
     resume: str | None = None
@@ -174,57 +174,57 @@ EVALUATION, RESUMED = 1, 2  # purposes of seeds: see `env_seeds`
 
 
 def env_seeds(args, num_envs, *purpose):
-    """Seeds [K * num_envs] of environments; agent k gets those that it would get if trained alone.
+    """Seeds [K * num_envs] of environments; agent k gets the same ones as if trained alone.
 
-    Without a `purpose`, some numbers, they are those of a new run.
+    `purpose`: integers that select other seeds than those of a new run.
     """
     sequences = [np.random.SeedSequence([args.seed + k, *purpose]) for k in range(args.num_seeds)]
     # EnvPool takes 31 bits.
     return np.concatenate([sequence.generate_state(num_envs) for sequence in sequences]) >> 1
 
 
-@functools.cache  # a run asks for it several times
+@functools.cache
 def make_spec(env_id, **options):
-    """EnvPool's spec of an environment, with its spaces; raises `UserError`."""
+    """EnvPool's spec of an environment, with its spaces; raises `UserError` for an unknown id."""
     try:
         return envpool.make_spec(env_id, **options)
-    except Exception as error:  # no such id, or options or libraries of another family
+    except Exception as error:  # unknown id, or a family with other options or missing libraries
         near = difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.3)
         hint = f"similar names: {near}; families other than Atari need an adapter"
         raise UserError(f"--env-id {env_id}: {error!r}; {hint}") from error
 
 
 def close_pool(pool):
-    """Closes a pool that can be closed: workers of a Gymnasium vector environment are processes."""
+    """Closes a pool if it has `close`: Gymnasium's vector environments have worker processes."""
     if hasattr(pool, "close"):
         pool.close()
 
 
 class Atari:
-    """Atari games of EnvPool, as the agent and the logs see them.
+    """Adapter: EnvPool's Atari games, as the agent and the logs see them.
 
     | what        | value                                                                         |
     | ----------- | ----------------------------------------------------------------------------- |
     | observation | uint8 [4, 84, 84]: the last four observed frames, grey, oldest first           |
     | action      | one of the game's own, held for four frames; the maximum of the last two       |
-    |             | frames is observed, because some consoles' sprites flicker                     |
-    | reward      | change of the score, in training its sign; info["reward"] is not clipped       |
+    |             | frames is observed, because sprites flicker in some games                      |
+    | reward      | change of the score, in training only its sign; info["reward"]: unclipped      |
     | terminated  | game over, or a lost life with episodic_life; info["terminated"]: game over    |
     | truncated   | after `max_episode_steps` of a game, all lives together                        |
     | start       | up to 30 no-ops, then FIRE if the game has it                                  |
 
-    Four frames show velocities. No-ops make games differ. The sign of the reward lets one set of
-    flags serve games whose scores differ a thousandfold. A life as an episode teaches that losing
-    one is bad. Reported episodes are whole games with unclipped scores. EnvPool does not report
-    what a game gives during no-ops and FIRE.
+    Four frames show velocities. No-ops make games differ. With the sign of the reward, the same
+    flags suit games whose scores differ a thousandfold. Ending an episode with each life teaches
+    the agent to keep it. Reported episodes are whole games with unclipped scores. EnvPool does not
+    report rewards of the no-ops and FIRE at the start.
 
-    Another vector environment replaces this class: `ppo.make_env = MyEnv`, a subclass or any class
-    with the same attributes and methods (without `video_options` and `render` there is no video).
-    Its pool has `reset()`, `step(action)` and `xla()` like EnvPool's Gymnasium interface, steps all
-    environments at once, and resets an environment on the step after the end of an episode
-    (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`. For environments in Python,
-    `jax.experimental.io_callback` makes `xla()`, which must not reset. For a recurrent agent see
-    benchmarks/environments/recurrent.py.
+    To use another vector environment, import this file as `ppo` and set `ppo.make_env = MyEnv`, a
+    class with the same attributes and methods. `video_options`, `video_fps` and `render` are needed
+    only for videos. Its pool has `reset()`, `step(action)` and `xla()` like EnvPool's Gymnasium
+    interface, and steps all environments at once. It resets an environment on the step after the
+    end of an episode (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`. For environments in
+    Python, write `xla()` with `jax.experimental.io_callback`; `xla()` must not reset the pool. A
+    recurrent agent is in benchmarks/environments/recurrent.py.
     """
 
     video_options = {"gray_scale": False, "img_height": 210, "img_width": 160}
@@ -258,14 +258,18 @@ class Atari:
         return obs, info["lives"]
 
     def read(self, lives, valid, outcome):
-        """What a step of N environments means: (outcome, score, ended, memory).
+        """Interprets a step of N environments; returns (outcome, score, ended, memory).
 
-        Takes the memory of the step before, `valid` [N], which is False for steps that only reset,
-        and the pool's outcome (obs, reward, terminated, truncated, info). Returns what the agent
-        learns from, (obs, reward, terminated, truncated), what is reported, scores [N] and whether
-        an episode with that return has ended [N], and the memory for the next step, a tree of
-        [N, ...]. Arrays are JAX's in training, NumPy's in evaluation. Here an episode of learning
-        is a life, and a reported one is a game.
+        Inputs: the memory of the step before (here the lives); `valid` [N], False for steps that
+        only reset; the pool's (obs, reward, terminated, truncated, info). Returns:
+
+            outcome   (obs, reward, terminated, truncated), from which the agent learns
+            score     [N], the reported reward
+            ended     [N], whether a reported episode has ended
+            memory    for the next step, a tree of [N, ...]
+
+        Arrays are JAX's in training, NumPy's in evaluation. In Atari the agent learns from lives
+        as episodes; reported episodes are games.
         """
         obs, reward, terminated, truncated, info = outcome
         game_over = info["terminated"] > 0
@@ -273,7 +277,7 @@ class Atari:
         life_lost = game_over | (info["lives"] < lives)
         terminated = terminated | (truncated & life_lost)
         # If a game ends within the no-ops after a lost life, EnvPool silently starts the next one.
-        # Then a step that resets finds more lives than the running game had.
+        # Then a step that only resets reports more lives than the step before.
         unnoticed = ~valid & (info["lives"] > lives)
         ended = (valid & (game_over | truncated)) | unnoticed
         return (obs, reward, terminated, truncated), info["reward"], ended, info["lives"]
@@ -292,7 +296,7 @@ class Atari:
 
 
 def make_env(args):
-    """The environments to play."""
+    """The adapter of the environments."""
     return Atari(args)
 
 
@@ -340,7 +344,7 @@ def pixels_first(obs):
     The transpose moves words of four pixels: on a CPU training is 1.2 times faster than with bytes.
     """
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
-    # Without this barrier XLA would merge the transpose into later copies, of bytes again.
+    # Without this barrier XLA would transpose later, in bytes.
     words = jax.lax.optimization_barrier(words.transpose(1, 2, 3, 0))
     shifts = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(1, 1, 1, 4, 1)  # lowest: the first pixel
     pixels = words[..., None, :] >> shifts & 255
@@ -351,8 +355,9 @@ def convolve(x, kernel, stride):
     """Convolution without padding: [C, Y, X, M] with [k, k, C, F] gives [F, Y', X', M].
 
     A matrix product of the kernel with all patches. XLA's gradient of a convolution inside
-    `lax.scan` is a slow loop on a CPU; this one is 26 times faster. The stride must divide k, Y and
-    X: blocks of stride x stride pixels become channels, and a convolution of stride 1 remains.
+    `lax.scan` is a slow loop on a CPU; this one is 26 times faster. Blocks of stride x stride
+    pixels become channels, which leaves a convolution of stride 1. Raises ValueError unless the
+    stride divides k, Y and X.
     """
     channels, height, width, num = x.shape
     size, features = kernel.shape[0], kernel.shape[-1]
@@ -435,7 +440,7 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before clipping)."""
-    # Separate arrays: XLA's CPU backend processes one vector on a single core.
+    # Arrays are not joined: XLA's CPU backend would process one long vector on a single core.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
@@ -450,7 +455,7 @@ class EnvState(NamedTuple):
     """The result of the pool's last step."""
 
     obs: jax.Array  # [N, ...]
-    done: jax.Array  # [N], the step ended an episode, so the next one only resets
+    done: jax.Array  # [N], whether the step ended an episode: then the next step only resets
     memory: jax.Array  # see `Atari.read`
 
 
@@ -475,7 +480,7 @@ class Transition(NamedTuple):
     log_prob: jax.Array  # [N]
     value: jax.Array  # [N], of obs
     reward: jax.Array  # [N]
-    terminated: jax.Array  # [N], of an episode, in Atari a life
+    terminated: jax.Array  # [N], whether an episode (in Atari a life) terminated
     truncated: jax.Array  # [N]
     valid: jax.Array  # [N], False if the step only resets: then only obs and value are meaningful
 
@@ -544,7 +549,7 @@ def rollout(args, env, pool, state):
 
     Step 5 stays in the arrays, but counts neither in the loss nor in the statistics.
     """
-    # Without 64 bits EnvPool treats float64 as float32 and writes beyond its buffers.
+    # Without x64, EnvPool treats float64 as float32 and writes beyond its buffers.
     with jax.enable_x64(True):
         handle, _, _, pool_step = pool.xla()
     num_agents, num_envs = state.env_state.done.shape
@@ -567,7 +572,7 @@ def rollout(args, env, pool, state):
 
         # --- Act ---
         action, log_prob, value, memory = over_seeds(act, state.params, env_state, action_key)
-        # The handle keeps the steps in order; the pool itself is compiled in.
+        # The handle keeps the steps in order; the pool's address is a compiled constant.
         with jax.enable_x64(True):
             handle, step = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
         step = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, step)
@@ -738,7 +743,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
         return (*new, active), metrics
 
-    # CartPole's script shuffles without a sort; here a sort takes 0.03% of the time.
+    # Compared with the gradients, the sort takes no time here.
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
@@ -752,7 +757,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
 
 
 class TrainState(NamedTuple):
-    """The state of training, as saved in checkpoints without env_state."""
+    """The state of training; checkpoints omit env_state."""
 
     params: dict
     opt_state: optax.OptState
@@ -777,7 +782,7 @@ def init_train_state(args, key):
 
 
 def start_episodes(args, env, pool, state):
-    """Resets the pool; returns the `TrainState` of K agents, which keeps finished episodes."""
+    """Resets the pool and the running episodes; returns the `TrainState` of K agents."""
     shape = (args.num_seeds, args.num_envs)
     first = env.start(*pool.reset())
     obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), first)
@@ -847,7 +852,7 @@ def learn(args, state, trajectory):
 
 
 class Evaluation(NamedTuple):
-    """Results of E episodes of K agents, and the actions of the first one."""
+    """Results of E episodes of each of K agents."""
 
     episode_return: np.ndarray  # [K, E], sums of scores
     episode_length: np.ndarray  # [K, E], the agent's steps
@@ -868,9 +873,9 @@ def evaluation_actions(args, params, obs, memory, step):
 
 
 def evaluate(args, act, params):
-    """Plays one episode in each of E environments with K agents; returns an `Evaluation`.
+    """Plays E episodes with each of K agents, all in parallel; returns an `Evaluation`.
 
-    `act` is the compiled `evaluation_actions`. The host steps the pool, which is faster than
+    `act` is the compiled `evaluation_actions`. Stepping the pool from Python is faster than
     compiling it in. Steps that only reset count neither in the score nor in the length.
     """
     env = make_env(args)
@@ -878,7 +883,7 @@ def evaluate(args, act, params):
     shape = (args.num_seeds, args.eval_episodes)
     obs, memory = env.start(*pool.reset())
     episode_return, episode_length = np.zeros((2, math.prod(shape)))
-    # Whether the episode is running, and whether the step is not a reset.
+    # Whether the reported episode is running, and whether the next step does more than reset.
     running, valid = np.ones((2, math.prod(shape)), bool)
     actions, step = [], 0
     while running.any():
