@@ -218,7 +218,7 @@ class Atari:
     the agent to keep it. Reported episodes are whole games with unclipped scores. EnvPool does not
     report rewards of the no-ops and FIRE at the start.
 
-    To use another vector environment, import this file as `ppo` and set `ppo.make_env = MyEnv`, a
+    To use another vector environment, import this file as ppo and set ppo.make_env = MyEnv, a
     class with the same attributes and methods. `video_options`, `video_fps` and `render` are needed
     only for videos. Its pool has `reset()`, `step(action)` and `xla()` like EnvPool's Gymnasium
     interface, and steps all environments at once. It resets an environment on the step after the
