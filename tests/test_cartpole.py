@@ -189,7 +189,7 @@ def test_policy_scores_500_in_gymnasium(script, default_run):
 
 
 def test_readme_snippet_plays_a_policy(script, default_run, tmp_path):
-    """README's snippet, run as it is but for the name of the run, prints the return 500."""
+    """README's snippet, run with another run folder, prints the return 500."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     snippet = next(block for block in blocks if "load_run" in block and script.__name__ in block)
     assert "runs/<run_name>" in snippet

@@ -457,6 +457,29 @@ def test_episodes_of_one_step(tmp_path):
     assert all(np.isfinite(x).all() for name, x in arrays.items() if name.startswith("params"))
 
 
+class Headless(Checked):
+    """Cannot render, like MuJoCo without a display."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+
+    def render(self):
+        raise RuntimeError("no display")
+
+
+gymnasium.register("Headless-v0", Headless, disable_env_checker=True)
+
+
+def test_video_without_a_display(tmp_path, capsys):
+    """The warning names the environment variable that helps."""
+    gymnasium_envs.main(small_words(tmp_path, env_id="Headless-v0"))
+    warning = capsys.readouterr().err
+    assert "no display" in warning and "MUJOCO_GL=egl" in warning
+
+
 class Journal(Checked):
     """Observes global random numbers through sqlite3, which is bound to a thread."""
 

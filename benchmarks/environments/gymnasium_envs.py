@@ -147,7 +147,11 @@ class Gymnasium(control.Vectors):
 
     def render(self, pool, obs):
         """The image of the first environment."""
-        return pool.call(pool.envs.render)[0]
+        try:
+            return pool.call(pool.envs.render)[0]
+        except Exception as error:
+            hint = "on a machine without a display, set MUJOCO_GL=egl for MuJoCo"
+            raise RuntimeError(f"{error!r} ({hint})") from error
 
 
 main = functools.partial(control.main, args=Args, env=Gymnasium)
