@@ -1,14 +1,15 @@
 """Random search for one set of flags of mujoco_envpool.py that works for all MuJoCo tasks.
 
     python benchmarks/mujoco_search.py 300000 --candidates 24 --seeds 1
-    python benchmarks/mujoco_search.py 1000000 --best 4 --seeds 2 3
+    python benchmarks/mujoco_search.py 1000000 --narrow 12 --seeds 2
+    python benchmarks/mujoco_search.py 1000000 --names 8 n3 --seeds 3 4
 
-The first command trains every candidate on four tasks for 300,000 steps. The second command trains
-the four best candidates of the longest runs so far for a million steps with other seeds. Candidate
-0 has CleanRL's flags; the others are sampled from `SPACE`. Every run has the same number of steps.
-A candidate's score is the mean over tasks of its return, divided by RL Zoo's tuned return at a
-million steps. Results are appended to results/mujoco_search.json after each run, and a run that is
-in the file is not repeated.
+The first command trains every candidate on four tasks for 300,000 steps. Candidate 0 has CleanRL's
+flags; the others are sampled from `SPACE`. The second command samples n1, n2, ... from `NARROW`,
+which contains the values of the best of these candidates. The third command trains the named
+candidates with other seeds. A candidate's score is the mean over tasks of its return, divided by
+RL Zoo's tuned return at a million steps. Results are appended to results/mujoco_search.json after
+each run, and a run that is in the file is not repeated.
 """
 
 import argparse
@@ -43,18 +44,31 @@ SPACE = {
     "log_std_init": [0.0, -1.0, -2.0],
     "reward_clip": [10.0, 1000.0],
 }
+NARROW = {
+    **SPACE,
+    "num_envs": [4, 8],
+    "minibatch_size": [64, 128],
+    "learning_rate": [2e-4, 3e-4],
+    "gamma": [0.99, 0.995],
+    "gae_lambda": [0.9, 0.95],
+    "clip_coef": [0.2],
+    "clip_vloss": [True],
+    "ent_coef": [0.0, 0.002],
+    "max_grad_norm": [0.5],
+    "log_std_init": [-0.5, -1.0, -1.5],
+}
 
 
-def sample_candidates(count):
-    """{name: flags} of CleanRL's flags and `count` - 1 random combinations."""
+def sample_candidates(space, count, prefix=""):
+    """{name: flags} of `count` random combinations of the values in `space`."""
     rng = np.random.default_rng(0)
-    candidates = {"0": {}}
-    for i in range(1, count):
-        flags = {name: values[rng.integers(len(values))] for name, values in SPACE.items()}
+    candidates = {}
+    for i in range(1, count + 1):
+        flags = {name: values[rng.integers(len(values))] for name, values in space.items()}
         batch_size, minibatch_size = flags.pop("batch_size"), flags.pop("minibatch_size")
         flags["num_steps"] = batch_size // flags["num_envs"]
         flags["num_minibatches"] = batch_size // minibatch_size
-        candidates[str(i)] = flags
+        candidates[f"{prefix}{i}"] = flags
     return candidates
 
 
@@ -101,20 +115,18 @@ def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("steps", type=int)
-    parser.add_argument("--candidates", type=int, default=24)
-    parser.add_argument("--best", type=int, help="only the best of the runs with fewer steps")
+    parser.add_argument("--narrow", type=int, default=0, help="number of candidates of NARROW")
+    parser.add_argument("--names", nargs="+", help="candidates to train")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
-    candidates = sample_candidates(choice.candidates)
+    first = {"0": {}, **sample_candidates(SPACE, 23)}
+    narrow = sample_candidates(NARROW, max(choice.narrow, 12), "n")
+    candidates = {**first, **narrow}
     results = {"candidates": candidates, "runs": []}
     if choice.out.exists():
         results["runs"] = json.loads(choice.out.read_text())["runs"]
-    names = list(candidates)
-    if choice.best:
-        fewer = max(r["steps"] for r in results["runs"] if r["steps"] < choice.steps)
-        names = list(scores(results, fewer))[: choice.best]
-    for name in names:
+    for name in choice.names or list(narrow if choice.narrow else first):
         for seed in choice.seeds:
             for env_id in REFERENCE:
                 key = {"candidate": name, "env_id": env_id, "seed": seed, "steps": choice.steps}
