@@ -15,24 +15,25 @@
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
 environments x 128 steps, four epochs. (That script ignores its flag for value clipping, treats
 truncation as termination, and also learns from the steps on which EnvPool only resets a game.) A
-step is one action, held for four frames. One epoch instead of four learns less from each step, but
-takes less than half of the time. With `--update-epochs 1 --num-minibatches 16 --total-timesteps
-5e6` on one CPU core, Breakout reached a return of 248 in 4.4 hours and Pong 17 in 2.1 hours. On two
-cores, Pong reached 20 in 2.6 hours:
+step is one action, held for four frames. With one epoch instead of four, training learns less per
+step, but takes less than half the time. With `--update-epochs 1 --num-minibatches 16
+--total-timesteps 5e6` on one CPU core, the return in Breakout reached 248 (4.4 hours), in Pong 17
+(2.1 hours). With the next command on two cores, it reached 20 in Pong (2.6 hours):
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
-ppo_cartpole_jax.py explains PPO. Here all K agents play in one pool of emulators, so `rollout` and
-`update` handle K agents. `learn`, the rest of an update, is a pure function for one agent. Only the
-class `Atari` and the network are specific to Atari; `Atari` explains how to replace them. The
+ppo_cartpole_jax.py explains PPO. Here one pool of emulators serves all K agents (one per seed), so
+`rollout` and `update` handle K agents. `learn`, which follows `rollout`, is pure and handles one.
+The class `Atari`, which explains how to replace it, and the network are specific to Atari. The
 sections before "Running" contain the algorithm. "Running" adds files and the command line.
 
 EnvPool requires Linux and supports CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
 restores parameters, optimizer, schedule and key, and starts new games.
 
-Axes in shape comments: K agents (seeds), T steps, N environments, B = T * N batch, M samples of a
-minibatch, A actions, E evaluation episodes; C, Y, X, F channels, rows, columns, features of images.
+Axes in shape comments; [] is a scalar: K agents (seeds), T steps, N environments, B = T * N batch,
+M samples of a minibatch, A actions, E evaluation episodes; C channels, Y rows, X columns and F
+features of images.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents; their seeds are seed, seed + 1, ..."""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_atari_envpool_xla_jax")).stem
     """experiment name, part of the run name"""
     runs_dir: str = "runs"
@@ -91,9 +92,9 @@ class Args:
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """sample actions, or take the most probable ones (these may never include FIRE)"""
+    """sample actions, or take the most probable ones (with which a game may never start)"""
     eval_protocol: Literal["training", "whole-games"] = "training"
-    """reset after each lost life, as in training, or after each game; both score whole games"""
+    """training: no-ops and FIRE also after a lost life; both report scores of whole games"""
     capture_video: bool = False
     """record a video at each evaluation during training"""
     resume: str | None = None
@@ -119,8 +120,8 @@ class Args:
     num_envs: int = 8
     """parallel environments per agent"""
 
-    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
-    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: new values need no recompilation, but no `if`
+    # can test them. Other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float = 10_000_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 128
@@ -150,7 +151,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update before the first minibatch whose approx_kl exceeds this"""
+    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -161,7 +162,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U: a float with a whole value."""
+        """Updates per run, U; a whole number, as a float."""
         return self.total_timesteps // self.batch_size
 
 
@@ -176,7 +177,7 @@ EVALUATION, RESUMED = 1, 2  # purposes of seeds: see `env_seeds`
 def env_seeds(args, num_envs, *purpose):
     """Seeds [K * num_envs] of environments; agent k gets the same ones as if trained alone.
 
-    `purpose`: integers that select other seeds than those of a new run.
+    `purpose` is empty for a new run; integers select other seeds.
     """
     sequences = [np.random.SeedSequence([args.seed + k, *purpose]) for k in range(args.num_seeds)]
     # EnvPool takes 31 bits.
@@ -190,14 +191,8 @@ def make_spec(env_id, **options):
         return envpool.make_spec(env_id, **options)
     except Exception as error:  # unknown id, or a family with other options or missing libraries
         near = difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.3)
-        hint = f"similar names: {near}; families other than Atari need an adapter"
+        hint = f"similar names: {near}; ids other than Atari's need a class like `Atari`"
         raise UserError(f"--env-id {env_id}: {error!r}; {hint}") from error
-
-
-def close_pool(pool):
-    """Closes a pool if it has `close`: Gymnasium's vector environments have worker processes."""
-    if hasattr(pool, "close"):
-        pool.close()
 
 
 class Atari:
@@ -209,29 +204,29 @@ class Atari:
     | action      | one of the game's own, held for four frames; the maximum of the last two       |
     |             | frames is observed, because sprites flicker in some games                      |
     | reward      | change of the score, in training only its sign; info["reward"]: unclipped      |
-    | terminated  | game over, or a lost life with episodic_life; info["terminated"]: game over    |
+    | terminated  | game over, in training also a lost life; info["terminated"]: game over         |
     | truncated   | after `max_episode_steps` of a game, all lives together                        |
-    | start       | up to 30 no-ops, then FIRE if the game has it                                  |
+    | start       | up to 30 no-ops, then FIRE if the game has it; also after a lost life          |
 
     Four frames show velocities. No-ops make games differ. With the sign of the reward, the same
     flags suit games whose scores differ a thousandfold. Ending an episode with each life teaches
-    the agent to keep it. Reported episodes are whole games with unclipped scores. EnvPool does not
-    report rewards of the no-ops and FIRE at the start.
+    the agent to stay alive. Reported episodes are whole games with unclipped scores. EnvPool does
+    not report rewards of the no-ops and FIRE.
 
     To use another vector environment, import this file as ppo and set ppo.make_env = MyEnv, a
     class with the same attributes and methods. `video_options`, `video_fps` and `render` are needed
-    only for videos. Its pool has `reset()`, `step(action)` and `xla()` like EnvPool's Gymnasium
-    interface, and steps all environments at once. It resets an environment on the step after the
-    end of an episode (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`. For environments in
-    Python, write `xla()` with `jax.experimental.io_callback`; `xla()` must not reset the pool. A
-    recurrent agent is in benchmarks/environments/recurrent.py.
+    only for videos. MyEnv's pool has `reset()`, `step(action)`, `close()` and `xla()` like
+    EnvPool's Gymnasium interface, and steps all environments at once. It resets an environment on
+    the step after the end of an episode (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`.
+    `xla()` returns (handle, _, _, step) without a reset. For environments in Python, this step can
+    use `jax.experimental.io_callback`. benchmarks/environments/recurrent.py has a recurrent agent.
     """
 
     video_options = {"gray_scale": False, "img_height": 210, "img_width": 160}
     video_fps = 15  # steps in a second of the game
 
     def __init__(self, args):
-        """Raises `UserError` for an unknown id. Float flags can be tracers here."""
+        """Raises `UserError` for an unknown id. JAX traces it, so float flags may be tracers."""
         self.args = args
         self.options = dict(stack_num=4, frame_skip=4, noop_max=30, use_fire_reset=True)
         for name in ("max_episode_steps", "full_action_space"):
@@ -254,7 +249,7 @@ class Atari:
         return envpool.make(self.args.env_id, env_type="gymnasium", **options)
 
     def start(self, obs, info):
-        """(obs, memory) after a reset of N environments; the memory is for the next `read`."""
+        """(obs, memory) after a reset of N environments; `read` gets the memory."""
         return obs, info["lives"]
 
     def read(self, lives, valid, outcome):
@@ -268,26 +263,26 @@ class Atari:
             ended     [N], whether a reported episode has ended
             memory    for the next step, a tree of [N, ...]
 
-        Arrays are JAX's in training, NumPy's in evaluation. In Atari the agent learns from lives
-        as episodes; reported episodes are games.
+        Arrays are JAX's in training, NumPy's in evaluation. In Atari, the agent's episodes are
+        lives and the reported episodes are games.
         """
         obs, reward, terminated, truncated, info = outcome
         game_over = info["terminated"] > 0
-        # EnvPool reports a life or game that ends at the time limit as truncated only.
+        # If a life or game is lost on the last step before the limit, EnvPool reports truncation.
         life_lost = game_over | (info["lives"] < lives)
         terminated = terminated | (truncated & life_lost)
-        # If a game ends within the no-ops after a lost life, EnvPool silently starts the next one.
-        # Then a step that only resets reports more lives than the step before.
+        # If a game ends in the no-ops after a lost life, EnvPool silently starts the next game.
+        # This step, which only resets, then reports more lives than the step before.
         unnoticed = ~valid & (info["lives"] > lives)
         ended = (valid & (game_over | truncated)) | unnoticed
         return (obs, reward, terminated, truncated), info["reward"], ended, info["lives"]
 
     def bounded(self, action):
-        """Actions [N, ...] as the pool takes them."""
+        """Actions [N, ...], clipped where the pool has bounds."""
         return action
 
     def remember(self, memory, dist):
-        """The memory after an action; a recurrent agent's `dist` contains its hidden state."""
+        """The memory after an action; `dist` can pass on the hidden state of a recurrent agent."""
         return memory
 
     def render(self, pool, obs):
@@ -341,12 +336,13 @@ class Categorical(NamedTuple):
 def pixels_first(obs):
     """Frames [M, C, Y, X] uint8 as float32 [C, Y, X, M].
 
-    The transpose moves words of four pixels: on a CPU training is 1.2 times faster than with bytes.
+    The transpose moves words of four pixels, not bytes, which makes training 1.2 times faster on a
+    CPU.
     """
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
     # Without this barrier XLA would transpose later, in bytes.
     words = jax.lax.optimization_barrier(words.transpose(1, 2, 3, 0))
-    shifts = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(1, 1, 1, 4, 1)  # lowest: the first pixel
+    shifts = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(1, 1, 1, 4, 1)  # low byte first
     pixels = words[..., None, :] >> shifts & 255
     return pixels.reshape(*obs.shape[1:], -1).astype(jnp.float32)
 
@@ -376,15 +372,7 @@ def convolve(x, kernel, stride):
     return (kernel.reshape(-1, features).T @ patches).reshape(features, rows, columns, num)
 
 
-def orthogonal(gain):
-    """A flax initializer of orthogonal weights; `init_mlp` of CartPole's script explains gains."""
-
-    def draw(key, shape, dtype=jnp.float32):
-        initializer = functools.partial(nn.initializers.orthogonal(gain), shape=shape, dtype=dtype)
-        # Sequential under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
-        return jax.custom_batching.sequential_vmap(initializer)(key)
-
-    return draw
+orthogonal = nn.initializers.orthogonal  # `init_mlp` in CartPole's script explains gains
 
 
 class NatureCNN(nn.Module):
@@ -440,7 +428,7 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before clipping)."""
-    # Arrays are not joined: XLA's CPU backend would process one long vector on a single core.
+    # Not one vector as in CartPole's script, which XLA would process on a single CPU core.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
@@ -462,8 +450,8 @@ class EnvState(NamedTuple):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs average the last episode of each environment. An average over
-    the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -541,7 +529,7 @@ def rollout(args, env, pool, state):
     action. If step 4 ends an episode:
 
         step t       3      4      5      6
-        obs          o3     o4     o5     n0     o5: the last frame; n0: the first of the next one
+        obs          o3     o4     o5     n0     o5: the episode's last; n0: the next one's first
         action       a3     a4     --     b0     --: sampled, but ignored by the pool
         reward       r3     r4     0      q0
         terminated   no     YES    no     no
@@ -572,7 +560,7 @@ def rollout(args, env, pool, state):
 
         # --- Act ---
         action, log_prob, value, memory = over_seeds(act, state.params, env_state, action_key)
-        # The handle keeps the steps in order; the pool's address is a compiled constant.
+        # Passing on the handle keeps the steps in order.
         with jax.enable_x64(True):
             handle, step = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
         step = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, step)
@@ -609,7 +597,7 @@ def trajectory_values(args, params, last_obs, trajectory):
         value        V(o3)  V(o4)  V(o5)  V(n0)
         next_value   V(o4)  V(o5)  V(n0)  V(n1)
 
-    `compute_gae` needs no mask: it cuts the recursion at step 4, so step 5 reaches no other step.
+    `compute_gae` needs no mask: it cuts the recursion at step 4, so no advantage contains step 5's.
     """
     _, last_value = forward(args, params, last_obs)
     next_value = jnp.concatenate([trajectory.value[1:], last_value[None]])
@@ -622,11 +610,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
-    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
-    episode keeps `next_value`, the value of its last observation.
-
-    The third of four steps terminates the episode, so its next value, 9, is ignored:
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
+    delta_t, with low variance but the critic's bias. lambda = 1 gives A_t = G_t - V(s_t), with high
+    variance. If an episode is truncated or continues after the rollout, `next_value` replaces all
+    later rewards in G_t. Here step 3 of 4 terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -656,9 +643,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
-    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
-    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
+    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
+    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
+    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -709,7 +697,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": mean(jnp.expm1(log_ratio) - log_ratio),
         "losses/old_approx_kl": -mean(log_ratio),
         "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
@@ -717,7 +705,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches; tags that end in _max use the maximum."""
+    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -743,7 +731,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
         return (*new, active), metrics
 
-    # Compared with the gradients, the sort takes no time here.
+    # Sorting random numbers takes little time compared with the gradients of this network.
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
@@ -795,10 +783,10 @@ def start_episodes(args, env, pool, state):
 def update(args, env, pool, state):
     """One PPO update of K agents; returns (state, metrics {tag: [K]}).
 
-        env = make_env(args)
-        pool = env.make_pool(env_seeds(args, args.num_envs))
-        state = start_episodes(args, env, pool, init_states(args))
-        state, metrics = jax.jit(functools.partial(update, args, env, pool))(state)
+    env = make_env(args)
+    pool = env.make_pool(env_seeds(args, args.num_envs))
+    state = start_episodes(args, env, pool, init_states(args))
+    state, metrics = jax.jit(functools.partial(update, args, env, pool))(state)
     """
     state, trajectory = rollout(args, env, pool, state)
     return over_seeds(functools.partial(learn, args), state, trajectory)
@@ -807,8 +795,8 @@ def update(args, env, pool, state):
 def learn(args, state, trajectory):
     """The learning part of an update for one agent; returns (state, metrics {tag: []}).
 
-    `trajectory` is a `Transition` of [T, N, ...] that ended in the state's `env_state`. A pure
-    function, for `jit` and for `vmap` over agents and float hyperparameters.
+    `trajectory` is a `Transition` of [T, N, ...] that ended in the state's `env_state`. `learn` is
+    pure: `jit` it, or `vmap` it over agents and float hyperparameters.
     """
     epochs_key, next_key = jax.random.split(state.key)
 
@@ -826,7 +814,7 @@ def learn(args, state, trajectory):
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
-    learning_rate *= trajectory.valid.any()  # no step without a valid sample
+    learning_rate *= trajectory.valid.any()  # without a valid sample, parameters stay
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -875,8 +863,8 @@ def evaluation_actions(args, params, obs, memory, step):
 def evaluate(args, act, params):
     """Plays E episodes with each of K agents, all in parallel; returns an `Evaluation`.
 
-    `act` is the compiled `evaluation_actions`. Stepping the pool from Python is faster than
-    compiling it in. Steps that only reset count neither in the score nor in the length.
+    `act` is the compiled `evaluation_actions`. Python steps the pool, which is faster than a
+    compiled loop. Steps that only reset count neither in the score nor in the length.
     """
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.eval_episodes, EVALUATION), evaluation=True)
@@ -899,7 +887,7 @@ def evaluate(args, act, params):
         running &= ~ended
         valid = ~(terminated | truncated)
         step += 1
-    close_pool(pool)
+    pool.close()
     return Evaluation(episode_return.reshape(shape), episode_length.reshape(shape), actions)
 
 
@@ -918,7 +906,7 @@ def record_video(args, evaluation, path):
             for action in evaluation.actions:
                 obs, *_ = pool.step(env.bounded(action[None]))
                 writer.append_data(env.render(pool, obs))
-    close_pool(pool)
+    pool.close()
     if not path.stat().st_size:  # ffmpeg may fail silently
         raise OSError(f"{path} is empty")
     return path
@@ -943,8 +931,8 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """PRNG keys [K] for evaluations, which training never uses."""
-    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
+    """PRNG keys [K] that only evaluations use."""
+    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -965,7 +953,7 @@ def float_inputs(args):
 
 
 def jit_function(args, function, level=2, **options):
-    """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
+    """Jits function(args, ...). The jitted function takes `float_inputs(args)` instead of `args`.
 
     `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
     runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
@@ -997,7 +985,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
+        stack.callback(temporary.unlink, missing_ok=True)  # if writing fails
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1036,10 +1024,10 @@ def load_checkpoint(run_dir, like):
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
+    for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1067,7 +1055,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1085,7 +1073,7 @@ def check_args(args):
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises `UserError`."""
-    message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
+    message = f"{run_dir} is not a run of this script; use the script that started it"
     with user_errors(message, OSError, ValueError, AttributeError, TypeError, UserError):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
@@ -1105,7 +1093,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
-                raise UserError(f"--{name.replace('_', '-')} of a run cannot change")
+                raise UserError(f"--{name.replace('_', '-')} cannot change when a run is resumed")
     check_args(args)
     return args
 
@@ -1164,10 +1152,10 @@ class Logger:
         for run in self.runs:
             path = run_dir / run / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
             path.parent.mkdir(exist_ok=True)
-            file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            file = open(path, "ab", buffering=0)  # a kill loses no written event
             self.files.append(file)
             self.add(file, first_update, file_version="brain.Event:2")
-            # TensorBoard drops what an interrupted run had logged after this update.
+            # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
         self.start = time.perf_counter()  # shifted to exclude pauses
         self.seconds = self.sps = None  # training time and speed of this process
@@ -1192,7 +1180,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1219,7 +1207,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, with the cause."""
+        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1271,7 +1259,7 @@ def evaluation_summary(args, evaluation):
 
 
 def try_video(args, evaluation, run_dir, name):
-    """Records a video as <videos_dir>/<run_name>/<name>; an error is a warning."""
+    """Records a video as <videos_dir>/<run_name>/<name>. Prints errors as warnings."""
     path = pathlib.Path(args.videos_dir, run_dir.resolve().name, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1296,13 +1284,13 @@ def evaluate_run(args):
 def start_run(args, run_dir, env):
     """Creates or loads the state of a run, starts its episodes and compiles its update.
 
-    Returns (state, pool, run_update, run_evaluation), the functions as `run_updates` calls them.
-    Raises `UserError` for a finished run.
+    Returns (state, pool, run_update(state), run_evaluation(params)). Raises `UserError` for a
+    finished run.
     """
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts over.
+    # Without these files, the run was killed before its first checkpoint. It starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = int(jax.device_get(state.update)[0])
@@ -1315,10 +1303,10 @@ def start_run(args, run_dir, env):
     def update_seeds(args, state):
         return update(args, env, pool, state)
 
-    # Tracing finds errors in the evaluation before the update is compiled. The state is not
-    # donated: an update may fail with the environments that it steps.
+    # The state is not donated: if the environments fail, the state before can be saved.
     traced = jit_function(args, update_seeds).trace(numbers, state)
     act = jit_function(args, evaluation_actions)
+    # Tracing finds errors in the evaluation before the update is compiled.
     jax.eval_shape(act, numbers, state.params, state.env_state.obs, state.env_state.memory, 0)
     if args.track:
         start_tracking(args, run_dir)
@@ -1340,7 +1328,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
 
     Evaluates and saves in between; returns (state, updates done, received signals).
     """
-    done, states = logger.first_update, [state]  # the last three: two may be in flight
+    done, states = logger.first_update, [state]  # the last three states; two may be in flight
     try:
         with stop_signals() as signals:
             while done < args.num_updates and not signals and not logger.failed.all():
@@ -1364,9 +1352,9 @@ def run_updates(args, logger, state, run_update, run_evaluation):
                     save_checkpoint(logger.run_dir, state._replace(env_state=None))
                 logger.start += time.perf_counter() - pause
             logger.flush()
-    except Exception:  # of the environments, say: what was learned is saved
+    except Exception:  # for example, an environment failed: saves what was learned
         for state in reversed(states):
-            with contextlib.suppress(Exception):  # of an update that has failed
+            with contextlib.suppress(Exception):  # this state's update failed
                 save_checkpoint(logger.run_dir, state._replace(env_state=None))
                 print(f"\nsaved update {state.update[0]}; to resume: --resume {logger.run_dir}")
                 break
@@ -1425,7 +1413,7 @@ def main(words=None):
         if signals:
             print(f"interrupted at update {done}; to resume: --resume {run_dir}")
             sys.exit(128 + signals[0])
-        close_pool(pool)
+        pool.close()
         evaluation = run_evaluation(state.params)
         finish_run(args, logger, done, evaluation, begin, compile_seconds)
     try_video(args, evaluation, run_dir, f"step_{done * args.batch_size}")

@@ -12,20 +12,20 @@
     python ppo_cartpole_jax.py --eval runs/<run_name>    # evaluates a saved run, records a video
 
 With default flags, each of 30 seeds scores 500, the maximum return, in all 100 greedy episodes.
-The next command uses the hyperparameters of CleanRL's and PureJaxRL's ppo.py. Both treat truncation
-as termination. CleanRL checks `target_kl` after each epoch.
+The next command uses the hyperparameters of CleanRL's and PureJaxRL's ppo.py. Unlike this script,
+both treat an episode that reaches the time limit as terminated.
 
     python ppo_cartpole_jax.py --num-envs 4 --num-steps 128 --learning-rate 2.5e-4 --gamma 0.99 \
         --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01
 
 The return G_t is the discounted sum of the rewards from step t on. The actor network is the policy
-pi(a|s). The critic network estimates V(s), the expected return from a state. The policy gradient is
-the mean of G_t grad log pi(a_t|s_t). Subtracting a baseline V(s_t) from G_t reduces the variance
-and leaves the expectation unchanged. G_t - V(s_t) estimates the advantage A(s, a): how much better
-an action is than expected. Better actions become more probable, worse ones less probable. PPO
-(https://arxiv.org/abs/1707.06347) takes several gradient steps on the same samples. Its clipping
-stops the gradient of a sample once the probability of its action has moved far enough. Training
-repeats one `update`:
+pi(a|s). The critic network estimates V(s), the expected return from a state. The gradient of the
+expected return is the policy gradient, the mean of G_t grad log pi(a_t|s_t). Subtracting a baseline
+V(s_t) from G_t does not change this mean and reduces its variance. G_t - V(s_t) estimates the
+advantage A(s, a): how much better an action is than expected. Better actions become more probable,
+worse ones less probable. PPO (https://arxiv.org/abs/1707.06347) takes several gradient steps on the
+same samples. They describe only policies near the one that sampled them. So PPO clips: the gradient
+of a sample is zero once its action's probability has moved far enough. Training repeats `update`:
 
     1. rollout            plays T steps in N environments                B = T * N samples
     2. trajectory_values  estimates the value of every observation       values V
@@ -37,8 +37,9 @@ repeats one `update`:
 The sections before "Running" train one agent. "Running" adds seeds, files and the command line.
 Details follow https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
-Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M samples of a minibatch,
-O observation size, A actions, E evaluation episodes, S states of a video, U updates, P parameters.
+Axes in shape comments; [] is a scalar: K seeds, T steps, N environments, B = T * N batch, M samples
+of a minibatch, O observation size, A actions, E evaluation episodes, S steps of a video, U updates,
+P parameters.
 """
 
 import contextlib
@@ -77,7 +78,7 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents; their seeds are seed, seed + 1, ..."""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_cartpole_jax")).stem
     """experiment name, part of the run name"""
     runs_dir: str = "runs"
@@ -115,8 +116,8 @@ class Args:
     num_envs: int = 64
     """parallel environments per agent"""
 
-    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
-    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: new values need no recompilation, but no `if`
+    # can test them. Other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float = 500_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 32
@@ -134,7 +135,7 @@ class Args:
     update_epochs: int = 4
     """passes over the batch per update"""
     norm_adv: bool = False
-    """normalize advantages per minibatch; amplifies noise once CartPole is solved"""
+    """normalize advantages per minibatch; amplifies noise when all advantages are small"""
     clip_coef: float = 0.1
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
@@ -146,7 +147,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update before the first minibatch whose approx_kl exceeds this"""
+    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -157,7 +158,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U: a float with a whole value."""
+        """Updates per run, U; a whole number, as a float."""
         return self.total_timesteps // self.batch_size
 
 
@@ -191,9 +192,9 @@ class CartPole:
 
     Your own environment needs `reset`, `step`, `observe`, `num_actions` and `max_episode_steps`.
     States are pytrees of arrays; `terminated` is a bool. `rollout` applies the time limit and
-    resets the environment. Optional: `render` for videos; `metrics(state)` -> {name: []}, whose
-    mean is logged as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX traces all
-    methods except `render`. Use ppo_atari_envpool_xla_jax.py for environments written in Python.
+    resets the environment. Optional: `render` for videos; `metrics(state)`, a dict of scalars whose
+    means are logged as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX traces
+    all methods except `render`. For environments in Python, use ppo_atari_envpool_xla_jax.py.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -247,7 +248,7 @@ class CartPole:
         return jnp.stack(state)
 
     def render(self, state, width=300, height=200):
-        """Renders a state to scale on the host; uint8 [height, width, 3]."""
+        """Draws a state to scale, on the host; uint8 [height, width, 3]."""
         x, theta = float(state.x), float(state.theta)
         scale = width / (2.2 * self.x_limit)  # pixels per meter
         axle_x, axle_y = width / 2 + x * scale, 0.75 * height
@@ -268,9 +269,9 @@ class CartPole:
 
 
 def make_env(args):
-    """The environment of the flags. Raises `UserError` for an unknown id."""
+    """The environment that the flags select. Raises `UserError` for an unknown id."""
     if args.env_id != "CartPole-v1":
-        raise UserError(f"unknown --env-id {args.env_id}; run the script that defines it")
+        raise UserError(f"unknown --env-id {args.env_id}: this script has only CartPole-v1")
     return CartPole(kinematics_integrator=args.kinematics_integrator)
 
 
@@ -312,7 +313,7 @@ class Categorical(NamedTuple):
         return -(jnp.exp(log_probs) * log_probs).sum(0)
 
 
-@jax.custom_batching.sequential_vmap  # so that initial weights do not depend on num_seeds
+@jax.custom_batching.sequential_vmap  # batched products would round differently
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -327,9 +328,9 @@ def orthogonalized(noise):
 def init_mlp(key, sizes, head_gain):
     """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron.
 
-    Orthogonal matrices preserve lengths, which keeps signals and gradients in range. The gain
-    sqrt(2) is derived for relu and conventional for tanh. A head gain of 0.01 makes the initial
-    policy nearly uniform.
+    Orthogonal matrices preserve lengths, which keeps signals and gradients in range. Each matrix is
+    multiplied by a gain: sqrt(2) compensates relu and is customary for tanh. A head gain of 0.01
+    makes the initial policy nearly uniform.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
     # One sample for all layers compiles faster.
@@ -365,7 +366,7 @@ def init_agent(args, key, env):
 def forward(args, params, obs):
     """The policy's distribution and the values [M] for observations [M, ...].
 
-    For images, see benchmarks/recipes.md: XLA's gradient of a convolution is slow on a CPU.
+    For a CNN, see benchmarks/recipes.md; XLA's own gradient of a convolution is slow on a CPU.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     logits = mlp(params["actor"], x)  # [A, M]
@@ -389,7 +390,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # a copy, for donation
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # donated only once
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -424,8 +425,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs average the last episode of each environment. An average over
-    the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -441,8 +442,7 @@ class Transition(NamedTuple):
     action: jax.Array  # [N, ...]
     log_prob: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # Termination ends all rewards. Truncation does not, so the critic evaluates the last
-    # observation.
+    # After termination there are no rewards. After truncation the critic estimates them.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], after the step, before any reset
@@ -516,9 +516,8 @@ def rollout(args, env, params, env_state, stats, key):
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
-    One batch of initial states is sampled, one per step and environment; most are never used. An
-    environment with slow resets can define `starts_per_update`, the size of a smaller pool. New
-    episodes cycle through the pool.
+    It samples T * N initial states in one batch; most are never used. An environment with slow
+    resets can define `starts_per_update`, the size of a smaller pool, whose states take turns.
     """
     # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
@@ -575,10 +574,10 @@ def trajectory_values(args, env, params, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
     The successor is the next step's observation, or the last observation of a truncated episode.
-    `compute_gae` ignores the successors of terminated episodes. Truncations are at least
-    `max_episode_steps` steps apart, so W extra observations per environment suffice, usually one.
+    `compute_gae` ignores the successors of terminated episodes. An environment is truncated at most
+    W = ceil(T / max_episode_steps) times, so W extra observations per environment suffice.
     """
-    # W steps of each environment: the truncated ones, filled up with others.
+    # W steps of each environment: the truncated ones first, then any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -599,11 +598,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
-    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
-    episode keeps `next_value`, the value of its last observation.
-
-    The third of four steps terminates the episode, so its next value, 9, is ignored:
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
+    delta_t, with low variance but the critic's bias. lambda = 1 gives A_t = G_t - V(s_t), with high
+    variance. If an episode is truncated or continues after the rollout, `next_value` replaces all
+    later rewards in G_t. Here step 3 of 4 terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -633,9 +631,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
-    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
-    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
+    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
+    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
+    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -651,8 +650,8 @@ def ppo_loss(args, params, batch):
     """The loss of a minibatch, a mean over samples; returns (loss [], metrics {tag: []}).
 
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. With `clip_vloss`, a value that
-    has moved by more than clip_coef towards its target has no gradient. This slows the critic if
-    values are large. The entropy bonus keeps the policy from becoming deterministic too early.
+    has moved by more than clip_coef towards its target has no gradient, so large values change
+    slowly. The entropy bonus keeps the policy from becoming deterministic too early.
     """
     dist, value = forward(args, params, batch.obs)
 
@@ -676,7 +675,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -684,7 +683,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches; tags that end in _max use the maximum."""
+    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -706,7 +705,7 @@ def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n].
 
     Sorting takes longer than the gradients of a small network. If n is a power of two above 256, a
-    Feistel network permutes the indices instead. It is a bijection for any function `mix`.
+    Feistel network permutes the indices instead. Each XOR can be undone, whatever `mix` computes.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -785,7 +784,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types, so that `step` cannot change a dtype.
+    # Removes weak types (of Python numbers), whose dtype `step` could change.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -857,7 +856,7 @@ class Evaluation(NamedTuple):
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums of the environment's `metrics` over an episode
-    states: Any  # of [S + 1], of the first episode; undefined after its end
+    states: Any  # of [S + 1], the first episode; undefined after its end
 
 
 def evaluate(args, params, key):
@@ -897,7 +896,7 @@ def record_video(args, evaluation, path):
     env = make_env(args)
     states = jax.device_get(evaluation.states)
     frames = []
-    # Every second state, 25 per second: real time.
+    # Every other state, 25 per second: real time.
     for t in range(0, min(int(evaluation.episode_length[0, 0]), VIDEO_STEPS) + 1, 2):
         frame = env.render(jax.tree.map(lambda x: x[0, t], states))  # noqa: B023
         frames.append(Image.fromarray(frame).quantize(16))
@@ -925,8 +924,8 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """PRNG keys [K] for evaluations, which training never uses."""
-    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
+    """PRNG keys [K] that only evaluations use."""
+    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -957,7 +956,7 @@ def float_inputs(args):
 
 
 def jit_function(args, function, level=2, **options):
-    """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
+    """Jits function(args, ...). The jitted function takes `float_inputs(args)` instead of `args`.
 
     `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
     runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
@@ -989,7 +988,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
+        stack.callback(temporary.unlink, missing_ok=True)  # if writing fails
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1028,10 +1027,10 @@ def load_checkpoint(run_dir, like):
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
+    for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1059,7 +1058,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1077,7 +1076,7 @@ def check_args(args):
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises `UserError`."""
-    message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
+    message = f"{run_dir} is not a run of this script; use the script that started it"
     with user_errors(message, OSError, ValueError, AttributeError, TypeError, UserError):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
@@ -1097,7 +1096,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
-                raise UserError(f"--{name.replace('_', '-')} of a run cannot change")
+                raise UserError(f"--{name.replace('_', '-')} cannot change when a run is resumed")
     check_args(args)
     return args
 
@@ -1154,10 +1153,10 @@ class Logger:
         for run in self.runs:
             path = run_dir / run / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
             path.parent.mkdir(exist_ok=True)
-            file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            file = open(path, "ab", buffering=0)  # a kill loses no written event
             self.files.append(file)
             self.add(file, first_update, file_version="brain.Event:2")
-            # TensorBoard drops what an interrupted run had logged after this update.
+            # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
         self.start = time.perf_counter()  # shifted to exclude pauses
         self.seconds = self.sps = None  # training time and speed of this process
@@ -1182,7 +1181,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1209,7 +1208,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, with the cause."""
+        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1261,7 +1260,7 @@ def evaluation_summary(args, evaluation):
 
 
 def try_video(args, evaluation, run_dir, name):
-    """Records a video as <videos_dir>/<run_name>/<name>; an error is a warning."""
+    """Records a video as <videos_dir>/<run_name>/<name>. Prints errors as warnings."""
     path = pathlib.Path(args.videos_dir, run_dir.resolve().name, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1293,7 +1292,7 @@ def start_run(args, run_dir):
     run_update = jit_function(args, update_seeds, donate_argnums=1)
     run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts over.
+    # Without these files, the run was killed before its first checkpoint. It starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates
@@ -1308,7 +1307,7 @@ def start_run(args, run_dir):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     write_json(run_dir / "args.json", vars(args) | {"resume": None})
     (run_dir / "summary.json").unlink(missing_ok=True)
-    if not jax.config.jax_disable_jit:  # for debugging
+    if not jax.config.jax_disable_jit:  # JAX_DISABLE_JIT is for debugging
         run_update = traced.lower().compile()
     return state, functools.partial(run_update, numbers), functools.partial(run_evaluation, numbers)
 

@@ -49,7 +49,7 @@ The sections before "Running" train one agent. "Running" adds seeds, files and t
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features, Y, X rows and
 columns, L stacked GRUs, H hidden units, U updates, E evaluation environments, C episodes of a
-trial, S kept states. In formulas A is the advantage; U and W are weights of the GRU.
+trial, S steps of a video. In formulas A is the advantage; U and W are weights of the GRU.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents; their seeds are seed, seed + 1, ..."""
     num_devices: int = 1
     """devices per process; the environments are split among them"""
     distributed: bool = False
@@ -157,8 +157,8 @@ class Args:
     head_hidden_dim: int = 64
     """units of the hidden layers of actor and critic"""
 
-    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
-    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: new values need no recompilation, but no `if`
+    # can test them. Other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float = 300_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 64
@@ -188,7 +188,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = 0.1
-    """stop an update before the first minibatch whose approx_kl exceeds this"""
+    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -203,7 +203,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U: a float with a whole value."""
+        """Updates per run, U; a whole number, as a float."""
         return self.total_timesteps // self.batch_size
 
 
@@ -732,7 +732,7 @@ class Trials:
         start_state = self.env.reset(key)
         return TrialState(
             env_state=start_state,
-            start_state=jax.tree.map(jnp.copy, start_state),  # a copy, for donation
+            start_state=jax.tree.map(jnp.copy, start_state),  # donated only once
             step_count=jnp.int32(0),
             returns=jnp.zeros(self.num_episodes, jnp.float32),
             episode=jnp.int32(0),
@@ -799,14 +799,14 @@ def find_env(env_id):
 
 
 def make_env(args):
-    """The environment of the flags. Raises `UserError` for an unknown id.
+    """The environment that the flags select. Raises `UserError` for an unknown id.
 
     Your own environment needs `reset`, `step`, `observe`, `num_actions` and `max_episode_steps`,
     and a function `encode` for its observations. States and observations are pytrees of arrays (for
     `Trials` observations are dicts); `terminated` is a bool. `rollout` applies the time limit and
     resets the environment. Optional: `render(state)` -> uint8 [rows, columns, 3] for videos;
-    `metrics(state)` -> {name: []}, logged after each step as env/<name>; `starts_per_update` for
-    slow resets, see `rollout`. eval_success_rate is the fraction of episodes with a positive
+    `metrics(state)`, a dict of scalars whose means are logged as env/<name>; `starts_per_update`
+    for slow resets, see `rollout`. eval_success_rate is the fraction of episodes with a positive
     return.
     """
     env = dataclasses.replace(find_env(args.env_id), pixels=args.img_obs)
@@ -857,7 +857,7 @@ class Inputs(NamedTuple):
     # Input of `encode`. In MiniGrid {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]),
     # "direction": [T, M]}, for some ids "mission": [T, M, any], with `Trials` "restarted": [T, M].
     obs: Any
-    prev_action: jax.Array  # [T, M]
+    prev_action: jax.Array  # [T, M, ...]
     prev_reward: jax.Array  # [T, M]
     start: jax.Array  # [T, M], whether the agent starts here without any memory
 
@@ -873,7 +873,7 @@ def orthogonal(gain):
 
     def draw(key, shape, dtype=jnp.float32):
         initializer = functools.partial(nn.initializers.orthogonal(gain), shape=shape, dtype=dtype)
-        # Sequential under vmap: jaxlib 0.10's batched QR can deadlock on a CPU.
+        # In sequence under vmap: jaxlib 0.10's batched QR decomposition can deadlock on a CPU.
         return jax.custom_batching.sequential_vmap(initializer)(key)
 
     return draw
@@ -1024,6 +1024,19 @@ def encode(args, env, obs):
     return jnp.concatenate(features)
 
 
+def embed_action(args, env, action, start):
+    """Features [F, M, T] of the previous actions [T, M]; at a start, of an extra code."""
+    action = jnp.where(start, env.num_actions, action)
+    one_hot = jax.nn.one_hot(action.T, env.num_actions + 1, axis=0)
+    return Dense(args.action_emb_dim, 1.0, name="prev_action")(one_hot)
+
+
+def action_dist(args, env, x):
+    """The policy's distribution [T, M] for features [F, M, T]."""
+    logits = Dense(env.num_actions, 0.01, name="actor")(x)
+    return Categorical(logits=logits.transpose(2, 1, 0))
+
+
 class ActorCritic(nn.Module):
     """`encode`, stacked GRUs with summed outputs, and heads for actor and critic."""
 
@@ -1032,14 +1045,11 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, inputs, rnn_state):
-        """Logits [T, M, A], values [T, M] and recurrent states [T, M, L, H] after each step."""
-        args, num_actions = self.args, self.env.num_actions
+        """Policy, values [T, M] and recurrent states [T, M, L, H] after each step."""
+        args = self.args
 
         # --- Inputs of each step: [F, M, T] ---
-        # At a start, the previous action is an extra code and the previous reward is 0.
-        prev_action = jnp.where(inputs.start, num_actions, inputs.prev_action)
-        prev_action = jax.nn.one_hot(prev_action.T, num_actions + 1, axis=0)
-        prev_action = Dense(args.action_emb_dim, 1.0, name="prev_action")(prev_action)
+        prev_action = embed_action(args, self.env, inputs.prev_action, inputs.start)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
         x = jnp.concatenate([encode(args, self.env, inputs.obs), prev_action, prev_reward])
 
@@ -1056,11 +1066,10 @@ class ActorCritic(nn.Module):
         gain = math.sqrt(2)
         actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
         critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
-        logits = Dense(num_actions, 0.01, name="actor")(actor)
         # A small gain: with rare rewards the actor first learns from nothing but the critic's
         # errors.
         value = Dense(1, 0.01, name="critic")(critic)
-        return logits.transpose(2, 1, 0), value[0].T, rnn_states
+        return action_dist(args, self.env, actor), value[0].T, rnn_states
 
 
 def init_rnn_state(args, num_envs):
@@ -1072,7 +1081,8 @@ def init_agent(args, key, env):
     """Parameters of the agent, flax's nested dict of arrays.
 
     To replace the agent, rewrite `init_rnn_state`, `init_agent` and `forward`. Recurrent states are
-    pytrees of arrays [N, ...]; parameters are any pytree of arrays.
+    pytrees of arrays [N, ...]; parameters are any pytree of arrays. For continuous actions, rewrite
+    `embed_action`, `action_dist` and `init_agent_state`.
     """
 
     def example_inputs():  # of one step in one environment
@@ -1098,16 +1108,14 @@ def forward(args, params, inputs, rnn_state):
             "forward expects parameters of one agent (without the axis K of `load_run`) and inputs "
             f"[T, M, ...], but inputs.start has the shape {inputs.start.shape}"
         )
-    network = ActorCritic(args, make_env(args))
-    logits, value, rnn_states = network.apply(params, inputs, rnn_state)
-    return Categorical(logits=logits), value, rnn_states
+    return ActorCritic(args, make_env(args)).apply(params, inputs, rnn_state)
 
 
 class AgentState(NamedTuple):
     """The memory of the agent between two steps of N environments."""
 
     rnn_state: Any  # pytree of [N, ...]
-    prev_action: jax.Array  # [N]
+    prev_action: jax.Array  # [N, ...]
     prev_reward: jax.Array  # [N]
     start: jax.Array  # [N], whether the next step ignores all of this
 
@@ -1178,8 +1186,8 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs average the last episode of each environment. An average over
-    the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -1196,8 +1204,7 @@ class Transition(NamedTuple):
     log_prob: jax.Array  # [N]
     value: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # Termination ends all rewards. Truncation does not, so the critic evaluates the last
-    # observation.
+    # After termination there are no rewards. After truncation the critic estimates them.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     info: dict  # {name: [N]}, the environment's `metrics`
@@ -1427,11 +1434,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
-    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
-    episode keeps `next_value`, the value of its last observation.
-
-    The third of four steps terminates the episode, so its next value, 9, is ignored:
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
+    delta_t, with low variance but the critic's bias. lambda = 1 gives A_t = G_t - V(s_t), with high
+    variance. If an episode is truncated or continues after the rollout, `next_value` replaces all
+    later rewards in G_t. Here step 3 of 4 terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -1461,9 +1467,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
-    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
-    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
+    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
+    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
+    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -1505,7 +1512,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -1513,7 +1520,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches; tags that end in _max use the maximum."""
+    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -1587,7 +1594,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types, so that `step` cannot change a dtype.
+    # Removes weak types (of Python numbers), whose dtype `step` could change.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1663,7 +1670,7 @@ class Evaluation(NamedTuple):
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums of the environment's `metrics` over an episode
-    states: Any  # of [S + 1], of the first episode; undefined after its end
+    states: Any  # of [S + 1], the first episode; undefined after its end
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
 
@@ -1746,8 +1753,8 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """PRNG keys [K] for evaluations, which training never uses."""
-    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
+    """PRNG keys [K] that only evaluations use."""
+    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1825,7 +1832,7 @@ def float_inputs(args):
 
 
 def jit_function(args, function, level=2, **options):
-    """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
+    """Jits function(args, ...). The jitted function takes `float_inputs(args)` instead of `args`.
 
     `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
     runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
@@ -1857,7 +1864,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
+        stack.callback(temporary.unlink, missing_ok=True)  # if writing fails
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1899,10 +1906,10 @@ def load_checkpoint(run_dir, like):
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
+    for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1930,7 +1937,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1952,7 +1959,7 @@ def check_args(args):
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises `UserError`."""
-    message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
+    message = f"{run_dir} is not a run of this script; use the script that started it"
     with user_errors(message, OSError, ValueError, AttributeError, TypeError, UserError):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
@@ -1972,7 +1979,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
-                raise UserError(f"--{name.replace('_', '-')} of a run cannot change")
+                raise UserError(f"--{name.replace('_', '-')} cannot change when a run is resumed")
     check_args(args)
     return args
 
@@ -2029,10 +2036,10 @@ class Logger:
         for run in self.runs:
             path = run_dir / run / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
             path.parent.mkdir(exist_ok=True)
-            file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            file = open(path, "ab", buffering=0)  # a kill loses no written event
             self.files.append(file)
             self.add(file, first_update, file_version="brain.Event:2")
-            # TensorBoard drops what an interrupted run had logged after this update.
+            # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
         self.start = time.perf_counter()  # shifted to exclude pauses
         self.seconds = self.sps = None  # training time and speed of this process
@@ -2057,7 +2064,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -2084,7 +2091,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, with the cause."""
+        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -2141,7 +2148,7 @@ def evaluation_summary(args, evaluation):
 
 
 def try_video(args, evaluation, run_dir, name):
-    """Records a video as <videos_dir>/<run_name>/<name>; an error is a warning."""
+    """Records a video as <videos_dir>/<run_name>/<name>. Prints errors as warnings."""
     path = pathlib.Path(args.videos_dir, run_dir.resolve().name, name)
     if jax.process_index() > 0:
         return
@@ -2191,7 +2198,7 @@ def start_run(args, run_dir, out_dir):
     run_update = jit_function(args, update_seeds, **layout)
     run_evaluation = jit_function(args, evaluate_seeds, out_shardings=everywhere)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts over.
+    # Without these files, the run was killed before its first checkpoint. It starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     place = jax.jit(lambda state: state, out_shardings=placed)
@@ -2209,7 +2216,7 @@ def start_run(args, run_dir, out_dir):
         out_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     write_json(out_dir / "args.json", saved_flags(args))
     (out_dir / "summary.json").unlink(missing_ok=True)
-    if not jax.config.jax_disable_jit:  # for debugging
+    if not jax.config.jax_disable_jit:  # JAX_DISABLE_JIT is for debugging
         run_update = traced.lower().compile()
     return state, functools.partial(run_update, numbers), functools.partial(run_evaluation, numbers)
 

@@ -29,7 +29,8 @@ starts from two kinds of initial states. The sections above "Running" contain th
 agent. "Running" trains it from a shell.
 
 Axes in shape comments: K seeds, T steps, N environments, B = T * N batch, M samples of a minibatch,
-O observation size, A action size, G kinds of start, E evaluation episodes, S states, U updates.
+O observation size, A action size, G kinds of start, E evaluation episodes, S steps of a video, U
+updates; [] is a scalar.
 """
 
 import contextlib
@@ -70,7 +71,7 @@ class Args:
     seed: int = 1
     """seed of the first agent"""
     num_seeds: int = 1
-    """number of independent agents, with seeds seed .. seed + num_seeds - 1"""
+    """number of independent agents; their seeds are seed, seed + 1, ..."""
     exp_name: str = pathlib.Path(globals().get("__file__", "ppo_swingup_jax")).stem
     """experiment name, part of the run name"""
     runs_dir: str = "runs"
@@ -112,8 +113,8 @@ class Args:
     num_envs: int = 128
     """parallel environments per agent"""
 
-    # Algorithm. Float flags and the seed are traced: a new value needs no recompilation, but `if`
-    # cannot test it. All other flags are static. `total_timesteps` is a float, so that 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: new values need no recompilation, but no `if`
+    # can test them. Other flags are static. `total_timesteps` is a float, so that 1e6 parses.
     total_timesteps: float | None = None
     """environment steps per agent; default: 2 million, or 45 updates if that is more"""
     num_steps: int = 128
@@ -145,7 +146,7 @@ class Args:
     max_grad_norm: float = 5.0
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update before the first minibatch whose approx_kl exceeds this"""
+    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -165,7 +166,7 @@ class Args:
 
     @property
     def num_updates(self) -> float:
-        """Updates per run, U: a float with a whole value."""
+        """Updates per run, U; a whole number, as a float."""
         return self.total_timesteps // self.batch_size
 
 
@@ -204,9 +205,9 @@ class CartPoleSwingUp:
     States are pytrees of arrays; `terminated` is a bool. `step` scales and clips the action: it
     gets the unbounded sample [A], whose mean is in [-1, 1]. `rollout` applies the time limit and
     resets the environment. Optional: `render` and `tau` for videos; `succeeds` and `success_steps`
-    for success rates; `evaluations` for several kinds of start; `metrics(state)` -> {name: []},
-    logged after each step as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX
-    traces all methods. Use ppo_atari_envpool_xla_jax.py for environments written in Python.
+    for success rates; `evaluations` for several kinds of start; `metrics(state)`, a dict of scalars
+    whose means are logged as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX
+    traces all methods. For environments in Python, use ppo_atari_envpool_xla_jax.py.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -308,7 +309,7 @@ class CartPoleSwingUp:
         return (jnp.abs(state.x) <= self.x_limit) & (jnp.cos(state.theta) > self.upright)
 
     def render(self, state, width=400, height=300):
-        """Renders a state to scale on the host; uint8 [height, width, 3]."""
+        """Draws a state to scale, on the host; uint8 [height, width, 3]."""
         x, theta = float(state.x), float(state.theta)
         length = 2 * self.half_length
         scale = width / (2.2 * (self.x_limit + length))  # pixels per meter
@@ -338,7 +339,7 @@ def make_env(args):
     `reward_scale` so that values, up to reward_scale * reward / (1 - gamma), stay below ten or so.
     """
     if args.env_id != "CartPoleSwingUp-v0":
-        raise UserError(f"unknown --env-id {args.env_id}; run the script that defines it")
+        raise UserError(f"unknown --env-id {args.env_id}: this script has only CartPoleSwingUp-v0")
     return CartPoleSwingUp(
         hanging=args.hanging_starts,
         start_range=args.train_start_range,
@@ -389,7 +390,7 @@ class Gaussian(NamedTuple):
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
 
-@jax.custom_batching.sequential_vmap  # so that initial weights do not depend on num_seeds
+@jax.custom_batching.sequential_vmap  # batched products would round differently
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -404,9 +405,9 @@ def orthogonalized(noise):
 def init_mlp(key, sizes, head_gain):
     """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron.
 
-    Orthogonal matrices preserve lengths, which keeps signals and gradients in range. The gain
-    sqrt(2) is derived for relu and conventional for tanh. A head gain of 0.01 makes the initial
-    policy nearly uniform.
+    Orthogonal matrices preserve lengths, which keeps signals and gradients in range. Each matrix is
+    multiplied by a gain: sqrt(2) compensates relu and is customary for tanh. A head gain of 0.01
+    makes the initial policy nearly uniform.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
     # One sample for all layers compiles faster.
@@ -455,7 +456,7 @@ def bounded_log_std(spread):
 def forward(args, params, obs):
     """The policy's distribution and the values [M] for observations [M, ...].
 
-    For images, see benchmarks/recipes.md: XLA's gradient of a convolution is slow on a CPU.
+    For a CNN, see benchmarks/recipes.md; XLA's own gradient of a convolution is slow on a CPU.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     # tanh, because samples far beyond [-1, 1] would all be clipped to the same action.
@@ -482,7 +483,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # a copy, for donation
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # donated only once
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -517,8 +518,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. Logs average the last episode of each environment. An average over
-    the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
+    over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -534,8 +535,7 @@ class Transition(NamedTuple):
     action: jax.Array  # [N, ...]
     log_prob: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # Termination ends all rewards. Truncation does not, so the critic evaluates the last
-    # observation.
+    # After termination there are no rewards. After truncation the critic estimates them.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], after the step, before any reset
@@ -609,9 +609,8 @@ def rollout(args, env, params, env_state, stats, key):
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
-    One batch of initial states is sampled, one per step and environment; most are never used. An
-    environment with slow resets can define `starts_per_update`, the size of a smaller pool. New
-    episodes cycle through the pool.
+    It samples T * N initial states in one batch; most are never used. An environment with slow
+    resets can define `starts_per_update`, the size of a smaller pool, whose states take turns.
     """
     # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
@@ -668,10 +667,10 @@ def trajectory_values(args, env, params, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
     The successor is the next step's observation, or the last observation of a truncated episode.
-    `compute_gae` ignores the successors of terminated episodes. Truncations are at least
-    `max_episode_steps` steps apart, so W extra observations per environment suffice, usually one.
+    `compute_gae` ignores the successors of terminated episodes. An environment is truncated at most
+    W = ceil(T / max_episode_steps) times, so W extra observations per environment suffice.
     """
-    # W steps of each environment: the truncated ones, filled up with others.
+    # W steps of each environment: the truncated ones first, then any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -692,11 +691,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         delta_t = r_t + gamma (1 - terminated_t) V(s_{t+1}) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
-    The TD error delta_t measures how much better a step was than expected. lambda = 0 has low
-    variance but the critic's bias. lambda = 1 has little bias but high variance. A truncated
-    episode keeps `next_value`, the value of its last observation.
-
-    The third of four steps terminates the episode, so its next value, 9, is ignored:
+    The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
+    delta_t, with low variance but the critic's bias. lambda = 1 gives A_t = G_t - V(s_t), with high
+    variance. If an episode is truncated or continues after the rollout, `next_value` replaces all
+    later rewards in G_t. Here step 3 of 4 terminates the episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -726,9 +724,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    ratio = p_new(a|s) / p_old(a|s). At ratio 1 the gradient by the parameters is the policy
-    gradient. The gradient is zero once the ratio has moved by more than c in the direction of A.
-    Gradients by the ratio with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
+    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
+    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
+    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -767,7 +766,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # Estimates of KL(old policy || new policy), http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -776,7 +775,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches; tags that end in _max use the maximum."""
+    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -798,7 +797,7 @@ def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n].
 
     Sorting takes longer than the gradients of a small network. If n is a power of two above 256, a
-    Feistel network permutes the indices instead. It is a bijection for any function `mix`.
+    Feistel network permutes the indices instead. Each XOR can be undone, whatever `mix` computes.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -877,7 +876,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types, so that `step` cannot change a dtype.
+    # Removes weak types (of Python numbers), whose dtype `step` could change.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1019,7 +1018,8 @@ def record_video(args, evaluation, path):
                 panels = []
                 for kind, length in enumerate(lengths):
                     place = 0, min(t, length), kind
-                    panels.append(env.render(jax.tree.map(lambda x: x[place], states)))  # noqa: B023
+                    frame = env.render(jax.tree.map(lambda x: x[place], states))  # noqa: B023
+                    panels.append(frame)
                 writer.append_data(np.hstack(panels))
     if not path.stat().st_size:  # ffmpeg may fail silently
         raise OSError(f"{path} is empty")
@@ -1045,8 +1045,8 @@ def seed_keys(args):
 
 
 def evaluation_keys(args):
-    """PRNG keys [K] for evaluations, which training never uses."""
-    # `split(key, n)` equals `fold_in` of 0 to n - 1, so 2**32 - 1 is unused.
+    """PRNG keys [K] that only evaluations use."""
+    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1077,7 +1077,7 @@ def float_inputs(args):
 
 
 def jit_function(args, function, level=2, **options):
-    """Jits function(args, ...) as a function of `float_inputs(args)` and the other arguments.
+    """Jits function(args, ...). The jitted function takes `float_inputs(args)` instead of `args`.
 
     `level` is LLVM's optimization level on a CPU. Level 2 compiles faster than the default, 3, and
     runs as fast. Level 0 suits a function that runs once. XLA_FLAGS takes precedence.
@@ -1109,7 +1109,7 @@ def write_file(path, content):
     """Writes bytes to a file, atomically."""
     temporary = path.with_suffix(".tmp")
     with user_errors(f"{path} cannot be written", OSError), contextlib.ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)  # frees a full disk
+        stack.callback(temporary.unlink, missing_ok=True)  # if writing fails
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -1148,10 +1148,10 @@ def load_checkpoint(run_dir, like):
     with user_errors(f"{path} cannot be read", Exception):  # damaged bytes raise nearly anything
         with np.load(path, allow_pickle=False) as file:
             saved = {name: file[name] for name in file if name in wanted}
-    for keys, leaf in jax.tree.leaves_with_path(like):  # `wanted` is sorted by name
+    for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # bfloat16, float8
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1179,7 +1179,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1197,7 +1197,7 @@ def check_args(args):
 
 def load_args(run_dir):
     """The `Args` saved in a run's args.json; raises `UserError`."""
-    message = f"{run_dir} is not a run of this script; if an adapter started it, use that adapter"
+    message = f"{run_dir} is not a run of this script; use the script that started it"
     with user_errors(message, OSError, ValueError, AttributeError, TypeError, UserError):
         saved = json.loads(pathlib.Path(run_dir, "args.json").read_text())
         args = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
@@ -1217,7 +1217,7 @@ def parse_args(words=None):
                 print(f"--{name.replace('_', '-')}: {old} becomes {getattr(args, name)}")
         for name in ("env_id", "seed", "num_seeds", "num_envs", "num_steps"):
             if args.resume and getattr(args, name, None) != getattr(saved, name, None):
-                raise UserError(f"--{name.replace('_', '-')} of a run cannot change")
+                raise UserError(f"--{name.replace('_', '-')} cannot change when a run is resumed")
     check_args(args)
     return args
 
@@ -1274,10 +1274,10 @@ class Logger:
         for run in self.runs:
             path = run_dir / run / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
             path.parent.mkdir(exist_ok=True)
-            file = open(path, "ab", buffering=0)  # a killed run loses nothing
+            file = open(path, "ab", buffering=0)  # a kill loses no written event
             self.files.append(file)
             self.add(file, first_update, file_version="brain.Event:2")
-            # TensorBoard drops what an interrupted run had logged after this update.
+            # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
         self.start = time.perf_counter()  # shifted to exclude pauses
         self.seconds = self.sps = None  # training time and speed of this process
@@ -1302,7 +1302,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # the first at once
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1329,7 +1329,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, with the cause."""
+        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1383,7 +1383,7 @@ def evaluation_summary(args, evaluation):
 
 
 def try_video(args, evaluation, run_dir, name):
-    """Records a video as <videos_dir>/<run_name>/<name>; an error is a warning."""
+    """Records a video as <videos_dir>/<run_name>/<name>. Prints errors as warnings."""
     path = pathlib.Path(args.videos_dir, run_dir.resolve().name, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1415,7 +1415,7 @@ def start_run(args, run_dir):
     run_update = jit_function(args, update_seeds, donate_argnums=1)
     run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
-    # A run that was killed before its first checkpoint has neither file and starts over.
+    # Without these files, the run was killed before its first checkpoint. It starts over.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates
@@ -1430,7 +1430,7 @@ def start_run(args, run_dir):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     write_json(run_dir / "args.json", vars(args) | {"resume": None})
     (run_dir / "summary.json").unlink(missing_ok=True)
-    if not jax.config.jax_disable_jit:  # for debugging
+    if not jax.config.jax_disable_jit:  # JAX_DISABLE_JIT is for debugging
         run_update = traced.lower().compile()
     return state, functools.partial(run_update, numbers), functools.partial(run_evaluation, numbers)
 
