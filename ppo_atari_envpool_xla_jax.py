@@ -14,24 +14,24 @@
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
 environments x 128 steps, four epochs. (That script ignores its flag for value clipping, treats
-truncation as termination, and also learns from the steps on which EnvPool only resets a game.) A
+truncation as termination, and also learns from EnvPool's extra steps that only reset a game.) A
 step is one action, held for four frames. With one epoch instead of four, training learns less per
 step, but takes less than half the time. With `--update-epochs 1 --num-minibatches 16
 --total-timesteps 5e6` on one CPU core, the return in Breakout reached 248 (4.4 hours), in Pong 17
-(2.1 hours). With the next command on two cores, it reached 20 in Pong (2.6 hours):
+(2.1 hours). The next command, on two cores, reached a return of 20 in Pong (2.6 hours):
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
 ppo_cartpole_jax.py explains PPO. Here one pool of emulators serves all K agents (one per seed), so
-`rollout` and `update` handle K agents. `learn`, which follows `rollout`, is pure and handles one.
-The class `Atari`, which explains how to replace it, and the network are specific to Atari. The
-sections before "Running" contain the algorithm. "Running" adds files and the command line.
+`rollout` and `update` handle K agents. `learn`, the rest of `update`, is pure and handles one. Only
+the class `Atari` and the network are specific to Atari; the docstring of `Atari` explains its
+replacement. The sections before "Running" contain the algorithm. "Running" adds files and flags.
 
 EnvPool requires Linux and supports CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
 restores parameters, optimizer, schedule and key, and starts new games.
 
-Axes in shape comments; [] is a scalar: K agents (seeds), T steps, N environments, B = T * N batch,
+Axes in shape comments ([] is a scalar): K agents (seeds), T steps, N environments, B = T * N batch,
 M samples of a minibatch, A actions, E evaluation episodes; C channels, Y rows, X columns and F
 features of images.
 """
@@ -92,9 +92,9 @@ class Args:
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """sample actions, or take the most probable ones (with which a game may never start)"""
+    """sample actions, or take the most probable ones (which may never press FIRE to start)"""
     eval_protocol: Literal["training", "whole-games"] = "training"
-    """training: no-ops and FIRE also after a lost life; both report scores of whole games"""
+    """no-ops and FIRE after each lost life (training) or once per game; scores whole games"""
     capture_video: bool = False
     """record a video at each evaluation during training"""
     resume: str | None = None
@@ -189,7 +189,7 @@ def make_spec(env_id, **options):
     """EnvPool's spec of an environment, with its spaces; raises `UserError` for an unknown id."""
     try:
         return envpool.make_spec(env_id, **options)
-    except Exception as error:  # unknown id, or a family with other options or missing libraries
+    except Exception as error:  # unknown id, or not Atari: other options, missing libraries
         near = difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.3)
         hint = f"similar names: {near}; ids other than Atari's need a class like `Atari`"
         raise UserError(f"--env-id {env_id}: {error!r}; {hint}") from error
@@ -218,15 +218,16 @@ class Atari:
     only for videos. MyEnv's pool has `reset()`, `step(action)`, `close()` and `xla()` like
     EnvPool's Gymnasium interface, and steps all environments at once. It resets an environment on
     the step after the end of an episode (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`.
-    `xla()` returns (handle, _, _, step) without a reset. For environments in Python, this step can
-    use `jax.experimental.io_callback`. benchmarks/environments/recurrent.py has a recurrent agent.
+    `xla()`, which must not reset, returns (handle, _, _, step); step(handle, action) returns the
+    next handle and (obs, reward, terminated, truncated, info). For environments in Python, it can
+    use `jax.experimental.io_callback`, as in benchmarks/environments/gymnasium_envs.py.
     """
 
     video_options = {"gray_scale": False, "img_height": 210, "img_width": 160}
-    video_fps = 15  # steps in a second of the game
+    video_fps = 15  # 60 frames a second, 4 per step
 
     def __init__(self, args):
-        """Raises `UserError` for an unknown id. JAX traces it, so float flags may be tracers."""
+        """Raises `UserError` for an unknown id. Called under `jit`: floats may be tracers."""
         self.args = args
         self.options = dict(stack_num=4, frame_skip=4, noop_max=30, use_fire_reset=True)
         for name in ("max_episode_steps", "full_action_space"):
@@ -249,14 +250,15 @@ class Atari:
         return envpool.make(self.args.env_id, env_type="gymnasium", **options)
 
     def start(self, obs, info):
-        """(obs, memory) after a reset of N environments; `read` gets the memory."""
+        """(obs, memory) after a reset of N environments; `read` explains the memory."""
         return obs, info["lives"]
 
     def read(self, lives, valid, outcome):
         """Interprets a step of N environments; returns (outcome, score, ended, memory).
 
-        Inputs: the memory of the step before (here the lives); `valid` [N], False for steps that
-        only reset; the pool's (obs, reward, terminated, truncated, info). Returns:
+        Inputs: the memory, whatever must be known of the step before (here the lives); `valid` [N],
+        False for steps that only reset; the pool's (obs, reward, terminated, truncated, info).
+        Returns:
 
             outcome   (obs, reward, terminated, truncated), from which the agent learns
             score     [N], the reported reward
@@ -268,21 +270,21 @@ class Atari:
         """
         obs, reward, terminated, truncated, info = outcome
         game_over = info["terminated"] > 0
-        # If a life or game is lost on the last step before the limit, EnvPool reports truncation.
+        # If a life is lost on the last step, EnvPool reports only truncation.
         life_lost = game_over | (info["lives"] < lives)
         terminated = terminated | (truncated & life_lost)
-        # If a game ends in the no-ops after a lost life, EnvPool silently starts the next game.
-        # This step, which only resets, then reports more lives than the step before.
+        # A step that only resets also plays no-ops. If the game ends in them, EnvPool silently
+        # starts the next game, and the number of lives rises.
         unnoticed = ~valid & (info["lives"] > lives)
         ended = (valid & (game_over | truncated)) | unnoticed
         return (obs, reward, terminated, truncated), info["reward"], ended, info["lives"]
 
     def bounded(self, action):
-        """Actions [N, ...], clipped where the pool has bounds."""
+        """Actions [N, ...] clipped to the pool's bounds; Atari has none."""
         return action
 
     def remember(self, memory, dist):
-        """The memory after an action; `dist` can pass on the hidden state of a recurrent agent."""
+        """The memory after an action. A recurrent agent copies its hidden state from `dist`."""
         return memory
 
     def render(self, pool, obs):
@@ -336,11 +338,11 @@ class Categorical(NamedTuple):
 def pixels_first(obs):
     """Frames [M, C, Y, X] uint8 as float32 [C, Y, X, M].
 
-    The transpose moves words of four pixels, not bytes, which makes training 1.2 times faster on a
-    CPU.
+    `convolve` needs M last. Moving words of four pixels instead of bytes makes training 1.2 times
+    faster on a CPU.
     """
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
-    # Without this barrier XLA would transpose later, in bytes.
+    # Without this barrier XLA would unpack first and transpose bytes.
     words = jax.lax.optimization_barrier(words.transpose(1, 2, 3, 0))
     shifts = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(1, 1, 1, 4, 1)  # low byte first
     pixels = words[..., None, :] >> shifts & 255
@@ -351,9 +353,9 @@ def convolve(x, kernel, stride):
     """Convolution without padding: [C, Y, X, M] with [k, k, C, F] gives [F, Y', X', M].
 
     A matrix product of the kernel with all patches. XLA's gradient of a convolution inside
-    `lax.scan` is a slow loop on a CPU; this one is 26 times faster. Blocks of stride x stride
-    pixels become channels, which leaves a convolution of stride 1. Raises ValueError unless the
-    stride divides k, Y and X.
+    `lax.scan` is a slow loop on a CPU; this one is 26 times faster. A block of stride x stride
+    pixels becomes one pixel with more channels, so the stride becomes 1. Raises ValueError unless
+    the stride divides k, Y and X.
     """
     channels, height, width, num = x.shape
     size, features = kernel.shape[0], kernel.shape[-1]
@@ -428,7 +430,7 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before clipping)."""
-    # Not one vector as in CartPole's script, which XLA would process on a single CPU core.
+    # One array per layer: XLA would update CartPole's single vector on one CPU core.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
@@ -450,8 +452,8 @@ class EnvState(NamedTuple):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
-    over the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over the last episodes of all environments. A
+    mean over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -537,7 +539,7 @@ def rollout(args, env, pool, state):
 
     Step 5 stays in the arrays, but counts neither in the loss nor in the statistics.
     """
-    # Without x64, EnvPool treats float64 as float32 and writes beyond its buffers.
+    # Without x64, JAX's buffers for EnvPool's float64 are too small: EnvPool writes beyond them.
     with jax.enable_x64(True):
         handle, _, _, pool_step = pool.xla()
     num_agents, num_envs = state.env_state.done.shape
@@ -560,7 +562,7 @@ def rollout(args, env, pool, state):
 
         # --- Act ---
         action, log_prob, value, memory = over_seeds(act, state.params, env_state, action_key)
-        # Passing on the handle keeps the steps in order.
+        # Each step takes the handle from the step before, which keeps them in order.
         with jax.enable_x64(True):
             handle, step = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
         step = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, step)
@@ -573,6 +575,7 @@ def rollout(args, env, pool, state):
             running_return=stats.running_return + jnp.where(valid, score, 0.0),
             running_length=stats.running_length + valid,
         )
+        # Ignores an end before the first step of an episode.
         stats = restart_ended(ended & (stats.running_length > 0), stats)
         transition = Transition(env_state.obs, action, log_prob, value, *outcome[1:], valid)
         env_state = EnvState(obs, done=terminated | truncated, memory=memory)
@@ -597,7 +600,7 @@ def trajectory_values(args, params, last_obs, trajectory):
         value        V(o3)  V(o4)  V(o5)  V(n0)
         next_value   V(o4)  V(o5)  V(n0)  V(n1)
 
-    `compute_gae` needs no mask: it cuts the recursion at step 4, so no advantage contains step 5's.
+    `compute_gae` needs no mask: it cuts the recursion at step 4, so A_5 enters no other advantage.
     """
     _, last_value = forward(args, params, last_obs)
     next_value = jnp.concatenate([trajectory.value[1:], last_value[None]])
@@ -643,10 +646,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
-    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
-    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
-    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) corrects for actions from the old policy, the one of the
+    rollout. At ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above
+    1 + c if A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient.
+    Derivatives with respect to ratios of 1, 1.5 and 0.5, with c = 0.25, for A = 1, then A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -697,7 +700,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): the estimators k3 and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": mean(jnp.expm1(log_ratio) - log_ratio),
         "losses/old_approx_kl": -mean(log_ratio),
         "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
@@ -705,7 +708,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
+    """Averages metrics over minibatches; takes the maximum of tags that end in _max."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -731,7 +734,7 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
         return (*new, active), metrics
 
-    # Sorting random numbers takes little time compared with the gradients of this network.
+    # Random permutations by sorting, which is fast compared with this network's gradients.
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, len(batch.target)), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
@@ -781,7 +784,7 @@ def start_episodes(args, env, pool, state):
 
 
 def update(args, env, pool, state):
-    """One PPO update of K agents; returns (state, metrics {tag: [K]}).
+    """One PPO update of K agents; returns (state, metrics {tag: [K]}). Usage:
 
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.num_envs))
@@ -814,7 +817,7 @@ def learn(args, state, trajectory):
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
-    learning_rate *= trajectory.valid.any()  # without a valid sample, parameters stay
+    learning_rate *= trajectory.valid.any()  # else Adam's momentum changes parameters
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -863,7 +866,7 @@ def evaluation_actions(args, params, obs, memory, step):
 def evaluate(args, act, params):
     """Plays E episodes with each of K agents, all in parallel; returns an `Evaluation`.
 
-    `act` is the compiled `evaluation_actions`. Python steps the pool, which is faster than a
+    `act` is the compiled `evaluation_actions`. A Python loop steps the pool; it is faster than a
     compiled loop. Steps that only reset count neither in the score nor in the length.
     """
     env = make_env(args)
@@ -932,7 +935,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
+    # Training uses `split(key, n)`, which equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -997,7 +1000,7 @@ def write_json(path, content):
 
 
 def named_arrays(state):
-    """{name: array} of a tree, such as stats/running_return; PRNG keys become their data."""
+    """{name: array} of a tree, such as stats/running_return; PRNG keys become integers."""
     arrays = {}
     for path, x in jax.tree.leaves_with_path(state):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -1014,7 +1017,7 @@ def save_checkpoint(run_dir, state):
 
 
 def load_checkpoint(run_dir, like):
-    """The arrays of a run's checkpoint, in a tree like `like`.
+    """The arrays of a run's checkpoint, arranged as in `like`.
 
     `like` contains shapes and dtypes: a `TrainState`, or {"params": ...} for a part of one.
     Raises `UserError` if the file is damaged, an array is missing, or a shape or dtype differs.
@@ -1027,7 +1030,7 @@ def load_checkpoint(run_dir, like):
     for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # V: bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1055,7 +1058,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
+    """Raises `UserError` for invalid flags. `counts` can keep the names of removed flags."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1180,7 +1183,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early first line
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1207,7 +1210,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
+        """Reports, once per seed, that gradients are not finite and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1238,7 +1241,7 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]."""
+    """Scores {name: [K]} of an `Evaluation` of K agents."""
     returns, lengths, _ = evaluation
     return {
         "eval_return_mean": returns.mean(1),
@@ -1284,13 +1287,13 @@ def evaluate_run(args):
 def start_run(args, run_dir, env):
     """Creates or loads the state of a run, starts its episodes and compiles its update.
 
-    Returns (state, pool, run_update(state), run_evaluation(params)). Raises `UserError` for a
-    finished run.
+    Returns the state, the pool and two functions, run_update(state) and run_evaluation(params).
+    Raises `UserError` for a finished run.
     """
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     like = jax.eval_shape(init, numbers)
-    # Without these files, the run was killed before its first checkpoint. It starts over.
+    # With neither file, the run is new or was killed before its first checkpoint.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = int(jax.device_get(state.update)[0])
@@ -1303,7 +1306,7 @@ def start_run(args, run_dir, env):
     def update_seeds(args, state):
         return update(args, env, pool, state)
 
-    # The state is not donated: if the environments fail, the state before can be saved.
+    # The state is not donated: if the environments fail, the previous state can be saved.
     traced = jit_function(args, update_seeds).trace(numbers, state)
     act = jit_function(args, evaluation_actions)
     # Tracing finds errors in the evaluation before the update is compiled.
@@ -1314,7 +1317,7 @@ def start_run(args, run_dir, env):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     write_json(run_dir / "args.json", vars(args) | {"resume": None})
     (run_dir / "summary.json").unlink(missing_ok=True)
-    # Not for the cache: the compiled update contains the pool's address in this process.
+    # Bypasses the cache: the compiled update contains the pool's address in this process.
     limit = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     run_update = functools.partial(traced.lower().compile(), numbers)

@@ -732,7 +732,7 @@ class Trials:
         start_state = self.env.reset(key)
         return TrialState(
             env_state=start_state,
-            start_state=jax.tree.map(jnp.copy, start_state),  # donated only once
+            start_state=jax.tree.map(jnp.copy, start_state),  # donation needs two buffers
             step_count=jnp.int32(0),
             returns=jnp.zeros(self.num_episodes, jnp.float32),
             episode=jnp.int32(0),
@@ -1186,8 +1186,8 @@ def optimizer_update(args, grads, opt_state, params, learning_rate):
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
-    over the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over the last episodes of all environments. A
+    mean over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -1204,7 +1204,7 @@ class Transition(NamedTuple):
     log_prob: jax.Array  # [N]
     value: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # After termination there are no rewards. After truncation the critic estimates them.
+    # Termination: no later rewards. Truncation: the critic estimates the later rewards.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     info: dict  # {name: [N]}, the environment's `metrics`
@@ -1467,10 +1467,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
-    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
-    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
-    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) corrects for actions from the old policy, the one of the
+    rollout. At ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above
+    1 + c if A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient.
+    Derivatives with respect to ratios of 1, 1.5 and 0.5, with c = 0.25, for A = 1, then A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -1512,7 +1512,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): the estimators k3 and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -1520,7 +1520,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
+    """Averages metrics over minibatches; takes the maximum of tags that end in _max."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -1594,7 +1594,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types (of Python numbers), whose dtype `step` could change.
+    # Removes weak types (from Python numbers): `step` could promote such arrays.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1670,7 +1670,7 @@ class Evaluation(NamedTuple):
     episode_return: jax.Array  # [E]
     episode_length: jax.Array  # [E]
     info: dict  # {name: [E]}, sums of the environment's `metrics` over an episode
-    states: Any  # of [S + 1], the first episode; undefined after its end
+    states: Any  # [S + 1, ...], the first episode; undefined after its end
     trial_returns: Any  # [E, C], of each episode of `Trials`; None without trials
 
 
@@ -1754,7 +1754,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
+    # Training uses `split(key, n)`, which equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1876,7 +1876,7 @@ def write_json(path, content):
 
 
 def named_arrays(state):
-    """{name: array} of a tree, such as stats/running_return; PRNG keys become their data."""
+    """{name: array} of a tree, such as stats/running_return; PRNG keys become integers."""
     arrays = {}
     for path, x in jax.tree.leaves_with_path(state):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -1896,7 +1896,7 @@ def save_checkpoint(run_dir, state):
 
 
 def load_checkpoint(run_dir, like):
-    """The arrays of a run's checkpoint, in a tree like `like`.
+    """The arrays of a run's checkpoint, arranged as in `like`.
 
     `like` contains shapes and dtypes: a `TrainState`, or {"params": ...} for a part of one.
     Raises `UserError` if the file is damaged, an array is missing, or a shape or dtype differs.
@@ -1909,7 +1909,7 @@ def load_checkpoint(run_dir, like):
     for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # V: bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1937,7 +1937,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
+    """Raises `UserError` for invalid flags. `counts` can keep the names of removed flags."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -2064,7 +2064,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early first line
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -2091,7 +2091,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
+        """Reports, once per seed, that gradients are not finite and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -2122,7 +2122,7 @@ def start_tracking(args, run_dir):
 
 
 def evaluation_scores(evaluation):
-    """{name: [K]} of an `Evaluation` of [K, ...]."""
+    """Scores {name: [K]} of an `Evaluation` of K agents."""
     returns, lengths, info = jax.device_get(evaluation[:3])
     scores = {
         "eval_return_mean": returns.mean(1),
@@ -2198,7 +2198,7 @@ def start_run(args, run_dir, out_dir):
     run_update = jit_function(args, update_seeds, **layout)
     run_evaluation = jit_function(args, evaluate_seeds, out_shardings=everywhere)
     like = jax.eval_shape(init, numbers)
-    # Without these files, the run was killed before its first checkpoint. It starts over.
+    # With neither file, the run is new or was killed before its first checkpoint.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     place = jax.jit(lambda state: state, out_shardings=placed)

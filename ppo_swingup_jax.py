@@ -207,7 +207,7 @@ class CartPoleSwingUp:
     resets the environment. Optional: `render` and `tau` for videos; `succeeds` and `success_steps`
     for success rates; `evaluations` for several kinds of start; `metrics(state)`, a dict of scalars
     whose means are logged as env/<name>; `starts_per_update` for slow resets, see `rollout`. JAX
-    traces all methods. For environments in Python, use ppo_atari_envpool_xla_jax.py.
+    traces all methods. For environments not in JAX, use ppo_atari_envpool_xla_jax.py.
     """
 
     gravity: float = 9.8  # m/s^2
@@ -390,7 +390,7 @@ class Gaussian(NamedTuple):
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
 
-@jax.custom_batching.sequential_vmap  # batched products would round differently
+@jax.custom_batching.sequential_vmap  # equal rounding for any number of seeds
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -406,7 +406,7 @@ def init_mlp(key, sizes, head_gain):
     """Layers {"w" [out, in], "b" [out, 1]} of a multilayer perceptron.
 
     Orthogonal matrices preserve lengths, which keeps signals and gradients in range. Each matrix is
-    multiplied by a gain: sqrt(2) compensates relu and is customary for tanh. A head gain of 0.01
+    multiplied by a gain: sqrt(2) suits relu and is also customary for tanh. A head gain of 0.01
     makes the initial policy nearly uniform.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
@@ -483,7 +483,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # donated only once
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # donation needs two
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -518,8 +518,8 @@ def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.99
 class EpisodeStats(NamedTuple):
     """The running and the last finished episode of each environment, [N].
 
-    Returns are undiscounted. The log shows the mean over each environment's last episode. A mean
-    over the episodes that end in one update would favor short ones.
+    Returns are undiscounted. The log shows the mean over the last episodes of all environments. A
+    mean over the episodes that end in one update would favor short ones.
     """
 
     running_return: jax.Array
@@ -535,7 +535,7 @@ class Transition(NamedTuple):
     action: jax.Array  # [N, ...]
     log_prob: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # After termination there are no rewards. After truncation the critic estimates them.
+    # Termination: no later rewards. Truncation: the critic estimates the later rewards.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     next_obs: jax.Array  # [N, ...], after the step, before any reset
@@ -610,7 +610,7 @@ def rollout(args, env, params, env_state, stats, key):
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
     It samples T * N initial states in one batch; most are never used. An environment with slow
-    resets can define `starts_per_update`, the size of a smaller pool, whose states take turns.
+    resets can define `starts_per_update`, the size of a smaller pool that is used cyclically.
     """
     # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
@@ -667,10 +667,10 @@ def trajectory_values(args, env, params, trajectory):
     """Values of all observations and of their true successors, both [T, N].
 
     The successor is the next step's observation, or the last observation of a truncated episode.
-    `compute_gae` ignores the successors of terminated episodes. An environment is truncated at most
-    W = ceil(T / max_episode_steps) times, so W extra observations per environment suffice.
+    `compute_gae` ignores the successors of terminated episodes. In T steps, an environment has at
+    most W = ceil(T / max_episode_steps) truncations, so W extra observations of each suffice.
     """
-    # W steps of each environment: the truncated ones first, then any others.
+    # W steps of each environment: the truncated ones, padded with any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -724,10 +724,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    The ratio p_new(a|s) / p_old(a|s) weights actions that the old policy sampled. At ratio 1 the
-    gradient is A grad log p_new(a|s), the policy gradient. If A > 0, the gradient is zero above
-    1 + c. If A < 0, it is zero below 1 - c. A sample that moved the wrong way keeps its gradient.
-    The derivative by the ratio at 1, 1.5 and 0.5, with c = 0.25, for A = 1 and A = -1:
+    The ratio p_new(a|s) / p_old(a|s) corrects for actions from the old policy, the one of the
+    rollout. At ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above
+    1 + c if A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient.
+    Derivatives with respect to ratios of 1, 1.5 and 0.5, with c = 0.25, for A = 1, then A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -766,7 +766,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # KL(old || new): k3 (low variance) and k1 of http://joschu.net/blog/kl-approx.html.
+        # KL(old || new): the estimators k3 and k1 of http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -775,7 +775,7 @@ def ppo_loss(args, params, batch):
 
 
 def reduce_metrics(metrics):
-    """Averages metrics over minibatches. For a tag that you end in _max, takes the maximum."""
+    """Averages metrics over minibatches; takes the maximum of tags that end in _max."""
     return {tag: x.max(0) if tag.endswith("_max") else x.mean(0) for tag, x in metrics.items()}
 
 
@@ -797,7 +797,7 @@ def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n].
 
     Sorting takes longer than the gradients of a small network. If n is a power of two above 256, a
-    Feistel network permutes the indices instead. Each XOR can be undone, whatever `mix` computes.
+    Feistel network permutes the indices instead: XORs can be undone, whatever `mix` computes.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -876,7 +876,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types (of Python numbers), whose dtype `step` could change.
+    # Removes weak types (from Python numbers): `step` could promote such arrays.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1046,7 +1046,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training splits its keys. `split(key, n)` equals `fold_in` of 0 to n - 1.
+    # Training uses `split(key, n)`, which equals `fold_in` of 0 to n - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1121,7 +1121,7 @@ def write_json(path, content):
 
 
 def named_arrays(state):
-    """{name: array} of a tree, such as stats/running_return; PRNG keys become their data."""
+    """{name: array} of a tree, such as stats/running_return; PRNG keys become integers."""
     arrays = {}
     for path, x in jax.tree.leaves_with_path(state):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -1138,7 +1138,7 @@ def save_checkpoint(run_dir, state):
 
 
 def load_checkpoint(run_dir, like):
-    """The arrays of a run's checkpoint, in a tree like `like`.
+    """The arrays of a run's checkpoint, arranged as in `like`.
 
     `like` contains shapes and dtypes: a `TrainState`, or {"params": ...} for a part of one.
     Raises `UserError` if the file is damaged, an array is missing, or a shape or dtype differs.
@@ -1151,7 +1151,7 @@ def load_checkpoint(run_dir, like):
     for keys, leaf in jax.tree.leaves_with_path(like):  # in the order of `like`
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         array, want = saved.get(name, np.empty(0)), wanted[name]
-        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # raw bfloat16
+        if array.dtype.kind == "V" and array.itemsize == want.dtype.itemsize:  # V: bfloat16
             array = array.view(want.dtype)
         if (array.shape, array.dtype) != (want.shape, want.dtype):
             found = f"{array.dtype} {array.shape}" if name in saved else "missing"
@@ -1179,7 +1179,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. If you remove a flag, `counts` may still name it."""
+    """Raises `UserError` for invalid flags. `counts` can keep the names of removed flags."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1302,7 +1302,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # 1: a line early on
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early first line
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1329,7 +1329,7 @@ class Logger:
         print(f"{line:<79}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def report_failures(self, update, metrics):
-        """Reports each seed whose gradients are not finite, once, and what was NaN first."""
+        """Reports, once per seed, that gradients are not finite and what was NaN first."""
         failed = ~np.isfinite(metrics["losses/grad_norm"])
         for k in np.flatnonzero(failed & ~self.failed):
             sources = {"observations": "charts/value_mean", "rewards": "charts/reward_mean"}
@@ -1415,7 +1415,7 @@ def start_run(args, run_dir):
     run_update = jit_function(args, update_seeds, donate_argnums=1)
     run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
-    # Without these files, the run was killed before its first checkpoint. It starts over.
+    # With neither file, the run is new or was killed before its first checkpoint.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates
