@@ -14,7 +14,7 @@
 
 The default flags are those of CleanRL's ppo_atari_envpool_xla_jax_scan.py: ten million steps, 8
 environments x 128 steps, four epochs. (That script ignores its flag for value clipping, treats
-truncation as termination, and also learns from EnvPool's extra steps that only reset a game.) A
+truncation as termination, and also learns from steps that only reset a game, see `rollout`.) A
 step is one action, held for four frames. With one epoch instead of four, training learns less per
 step, but takes less than half the time. With `--update-epochs 1 --num-minibatches 16
 --total-timesteps 5e6` on one CPU core, the return in Breakout reached 248 (4.4 hours), in Pong 17
@@ -24,9 +24,9 @@ step, but takes less than half the time. With `--update-epochs 1 --num-minibatch
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
 ppo_cartpole_jax.py explains PPO. Here one pool of emulators serves all K agents (one per seed), so
-`rollout` and `update` handle K agents. `learn`, the rest of `update`, is pure and handles one. Only
-the class `Atari` and the network are specific to Atari; the docstring of `Atari` explains its
-replacement. The sections before "Running" contain the algorithm. "Running" adds files and flags.
+`rollout` and `update` handle K agents. `learn` is the second half of `update`, a pure function of
+one agent. Only the class `Atari` and the network are specific to Atari; `Atari` tells how to
+replace it. The sections before "Running" contain the algorithm. "Running" adds files and flags.
 
 EnvPool requires Linux and supports CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
 restores parameters, optimizer, schedule and key, and starts new games.
@@ -92,9 +92,9 @@ class Args:
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """sample actions, or take the most probable ones (which may never press FIRE to start)"""
+    """sample actions, or take the most probable ones (which may never press FIRE in whole-games)"""
     eval_protocol: Literal["training", "whole-games"] = "training"
-    """no-ops and FIRE after each lost life (training) or once per game; scores whole games"""
+    """no-ops and FIRE after each lost life (training) or each game; both score whole games"""
     capture_video: bool = False
     """record a video at each evaluation during training"""
     resume: str | None = None
@@ -189,7 +189,7 @@ def make_spec(env_id, **options):
     """EnvPool's spec of an environment, with its spaces; raises `UserError` for an unknown id."""
     try:
         return envpool.make_spec(env_id, **options)
-    except Exception as error:  # unknown id, or not Atari: other options, missing libraries
+    except Exception as error:  # unknown id; ids other than Atari's: options, missing libraries
         near = difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.3)
         hint = f"similar names: {near}; ids other than Atari's need a class like `Atari`"
         raise UserError(f"--env-id {env_id}: {error!r}; {hint}") from error
@@ -218,9 +218,9 @@ class Atari:
     only for videos. MyEnv's pool has `reset()`, `step(action)`, `close()` and `xla()` like
     EnvPool's Gymnasium interface, and steps all environments at once. It resets an environment on
     the step after the end of an episode (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`.
-    `xla()`, which must not reset, returns (handle, _, _, step); step(handle, action) returns the
-    next handle and (obs, reward, terminated, truncated, info). For environments in Python, it can
-    use `jax.experimental.io_callback`, as in benchmarks/environments/gymnasium_envs.py.
+    `xla()` resets nothing and returns (handle, _, _, step). step(handle, action) returns the handle
+    for the next step and (obs, reward, terminated, truncated, info). With environments in Python,
+    `step` can use `jax.experimental.io_callback`, as in benchmarks/environments/gymnasium_envs.py.
     """
 
     video_options = {"gray_scale": False, "img_height": 210, "img_width": 160}
@@ -256,7 +256,7 @@ class Atari:
     def read(self, lives, valid, outcome):
         """Interprets a step of N environments; returns (outcome, score, ended, memory).
 
-        Inputs: the memory, whatever must be known of the step before (here the lives); `valid` [N],
+        Inputs: the memory, whatever must be known of the step before (here `lives`); `valid` [N],
         False for steps that only reset; the pool's (obs, reward, terminated, truncated, info).
         Returns:
 
@@ -270,11 +270,11 @@ class Atari:
         """
         obs, reward, terminated, truncated, info = outcome
         game_over = info["terminated"] > 0
-        # If a life is lost on the last step, EnvPool reports only truncation.
+        # If a life is lost on the truncated step, EnvPool reports only truncation.
         life_lost = game_over | (info["lives"] < lives)
         terminated = terminated | (truncated & life_lost)
-        # A step that only resets also plays no-ops. If the game ends in them, EnvPool silently
-        # starts the next game, and the number of lives rises.
+        # Lives rise when a game starts: after game over, or because the no-ops after a lost life
+        # ended the game, which EnvPool does not report.
         unnoticed = ~valid & (info["lives"] > lives)
         ended = (valid & (game_over | truncated)) | unnoticed
         return (obs, reward, terminated, truncated), info["reward"], ended, info["lives"]
@@ -284,7 +284,7 @@ class Atari:
         return action
 
     def remember(self, memory, dist):
-        """The memory after an action. A recurrent agent copies its hidden state from `dist`."""
+        """The memory after an action. A recurrent agent's `dist` can carry its hidden state."""
         return memory
 
     def render(self, pool, obs):
@@ -338,8 +338,8 @@ class Categorical(NamedTuple):
 def pixels_first(obs):
     """Frames [M, C, Y, X] uint8 as float32 [C, Y, X, M].
 
-    `convolve` needs M last. Moving words of four pixels instead of bytes makes training 1.2 times
-    faster on a CPU.
+    `convolve` needs M last. Transposing words of four pixels instead of bytes makes training 1.2
+    times faster on a CPU.
     """
     words = jax.lax.bitcast_convert_type(obs.reshape(*obs.shape[:-1], -1, 4), jnp.uint32)
     # Without this barrier XLA would unpack first and transpose bytes.
@@ -352,10 +352,10 @@ def pixels_first(obs):
 def convolve(x, kernel, stride):
     """Convolution without padding: [C, Y, X, M] with [k, k, C, F] gives [F, Y', X', M].
 
-    A matrix product of the kernel with all patches. XLA's gradient of a convolution inside
-    `lax.scan` is a slow loop on a CPU; this one is 26 times faster. A block of stride x stride
-    pixels becomes one pixel with more channels, so the stride becomes 1. Raises ValueError unless
-    the stride divides k, Y and X.
+    A matrix product of the kernel with all patches. On a CPU, XLA's gradient of a convolution
+    inside `lax.scan` is a loop, 26 times slower than the gradient of this function. A block of
+    stride x stride pixels becomes one pixel with more channels, so the stride becomes 1. Raises
+    ValueError unless the stride divides k, Y and X.
     """
     channels, height, width, num = x.shape
     size, features = kernel.shape[0], kernel.shape[-1]
@@ -430,7 +430,7 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before clipping)."""
-    # One array per layer: XLA would update CartPole's single vector on one CPU core.
+    # Not one vector, as in CartPole's script: XLA would update it on one CPU core.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
@@ -539,7 +539,7 @@ def rollout(args, env, pool, state):
 
     Step 5 stays in the arrays, but counts neither in the loss nor in the statistics.
     """
-    # Without x64, JAX's buffers for EnvPool's float64 are too small: EnvPool writes beyond them.
+    # EnvPool writes float64. Without x64, JAX's buffers are too small: it writes beyond them.
     with jax.enable_x64(True):
         handle, _, _, pool_step = pool.xla()
     num_agents, num_envs = state.env_state.done.shape
@@ -575,7 +575,7 @@ def rollout(args, env, pool, state):
             running_return=stats.running_return + jnp.where(valid, score, 0.0),
             running_length=stats.running_length + valid,
         )
-        # Ignores an end before the first step of an episode.
+        # Ignores that lives rise at the reset after game over: no step was played since.
         stats = restart_ended(ended & (stats.running_length > 0), stats)
         transition = Transition(env_state.obs, action, log_prob, value, *outcome[1:], valid)
         env_state = EnvState(obs, done=terminated | truncated, memory=memory)
@@ -614,9 +614,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
-    delta_t, with low variance but the critic's bias. lambda = 1 gives A_t = G_t - V(s_t), with high
-    variance. If an episode is truncated or continues after the rollout, `next_value` replaces all
-    later rewards in G_t. Here step 3 of 4 terminates the episode, so its next value, 9, is ignored:
+    delta_t, with low variance but the critic's bias. With lambda = 1 the values in between cancel:
+    A_t = G_t - V(s_t), with high variance. If an episode is truncated or continues after the
+    rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
+    episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -646,10 +647,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    The ratio p_new(a|s) / p_old(a|s) corrects for actions from the old policy, the one of the
-    rollout. At ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above
-    1 + c if A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient.
-    Derivatives with respect to ratios of 1, 1.5 and 0.5, with c = 0.25, for A = 1, then A = -1:
+    The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
+    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above 1 + c if
+    A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient. Gradients
+    at the ratios 1, 1.5 and 0.5 with c = 0.25, for A = 1, then for A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -700,7 +701,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # KL(old || new): the estimators k3 and k1 of http://joschu.net/blog/kl-approx.html.
+        # Two estimates of KL(old || new), k3 and k1 in http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": mean(jnp.expm1(log_ratio) - log_ratio),
         "losses/old_approx_kl": -mean(log_ratio),
         "losses/clipfrac": mean(jnp.abs(ratio - 1) > args.clip_coef),
@@ -773,7 +774,7 @@ def init_train_state(args, key):
 
 
 def start_episodes(args, env, pool, state):
-    """Resets the pool and the running episodes; returns the `TrainState` of K agents."""
+    """Resets the pool and the running statistics; returns the `TrainState` of K agents."""
     shape = (args.num_seeds, args.num_envs)
     first = env.start(*pool.reset())
     obs, memory = jax.tree.map(lambda x: jnp.array(x.reshape(*shape, *x.shape[1:])), first)
@@ -798,7 +799,7 @@ def update(args, env, pool, state):
 def learn(args, state, trajectory):
     """The learning part of an update for one agent; returns (state, metrics {tag: []}).
 
-    `trajectory` is a `Transition` of [T, N, ...] that ended in the state's `env_state`. `learn` is
+    `trajectory`, a `Transition` of [T, N, ...], ends in the state's `env_state`. `learn` is
     pure: `jit` it, or `vmap` it over agents and float hyperparameters.
     """
     epochs_key, next_key = jax.random.split(state.key)
@@ -817,7 +818,7 @@ def learn(args, state, trajectory):
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
-    learning_rate *= trajectory.valid.any()  # else Adam's momentum changes parameters
+    learning_rate *= trajectory.valid.any()  # no valid sample: stops Adam's momentum
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -935,7 +936,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training uses `split(key, n)`, which equals `fold_in` of 0 to n - 1.
+    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, so no keys are equal.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1058,7 +1059,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` can keep the names of removed flags."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1118,7 +1119,7 @@ def stop_signals():
     received, handlers, process = [], {}, os.getpid()
 
     def remember(number, frame):
-        if os.getpid() != process:  # a forked worker of a vector environment
+        if os.getpid() != process:  # in a forked worker of a vector environment
             os._exit(128 + number)
         received.append(number)
         for n in handlers:
@@ -1141,7 +1142,7 @@ def stop_signals():
 class Logger:
     """Writes metrics of K seeds to TensorBoard, one run per seed, and prints progress.
 
-    Metrics are queued for `log_interval` updates, because reading them blocks.
+    Reading metrics stalls training, so they are queued for `log_interval` updates.
     """
 
     def __init__(self, args, run_dir, first_update):
@@ -1160,7 +1161,7 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # shifted to exclude pauses
+        self.start = time.perf_counter()  # evaluations and checkpoints shift it
         self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
@@ -1183,7 +1184,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early first line
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # at first, 1
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1293,7 +1294,7 @@ def start_run(args, run_dir, env):
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     like = jax.eval_shape(init, numbers)
-    # With neither file, the run is new or was killed before its first checkpoint.
+    # Without checkpoint and summary, the run is new or was killed before it first saved.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = int(jax.device_get(state.update)[0])
@@ -1357,7 +1358,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
             logger.flush()
     except Exception:  # for example, an environment failed: saves what was learned
         for state in reversed(states):
-            with contextlib.suppress(Exception):  # this state's update failed
+            with contextlib.suppress(Exception):  # fails if the update of this state failed
                 save_checkpoint(logger.run_dir, state._replace(env_state=None))
                 print(f"\nsaved update {state.update[0]}; to resume: --resume {logger.run_dir}")
                 break

@@ -410,7 +410,7 @@ def init_mlp(key, sizes, head_gain):
     makes the initial policy nearly uniform.
     """
     gains = [math.sqrt(2)] * (len(sizes) - 2) + [head_gain]
-    # One sample for all layers compiles faster.
+    # One call for all layers compiles faster.
     shape = len(gains), max(sizes[1:]), max(sizes[:-1])
     noise = jax.random.normal(key, shape, jnp.float32)
     return [
@@ -483,7 +483,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # donation needs two
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # not one buffer
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -650,6 +650,7 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Reset ---
+        # From the pool, the first environment that is done takes the next unused state, and so on.
         order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
@@ -668,7 +669,7 @@ def trajectory_values(args, env, params, trajectory):
 
     The successor is the next step's observation, or the last observation of a truncated episode.
     `compute_gae` ignores the successors of terminated episodes. In T steps, an environment has at
-    most W = ceil(T / max_episode_steps) truncations, so W extra observations of each suffice.
+    most W = ceil(T / max_episode_steps) truncations, so W extra observations suffice for each.
     """
     # W steps of each environment: the truncated ones, padded with any others.
     most = math.ceil(args.num_steps / env.max_episode_steps)
@@ -692,9 +693,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
-    delta_t, with low variance but the critic's bias. lambda = 1 gives A_t = G_t - V(s_t), with high
-    variance. If an episode is truncated or continues after the rollout, `next_value` replaces all
-    later rewards in G_t. Here step 3 of 4 terminates the episode, so its next value, 9, is ignored:
+    delta_t, with low variance but the critic's bias. With lambda = 1 the values in between cancel:
+    A_t = G_t - V(s_t), with high variance. If an episode is truncated or continues after the
+    rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
+    episode, so its next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
@@ -724,10 +726,10 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
-    The ratio p_new(a|s) / p_old(a|s) corrects for actions from the old policy, the one of the
-    rollout. At ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above
-    1 + c if A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient.
-    Derivatives with respect to ratios of 1, 1.5 and 0.5, with c = 0.25, for A = 1, then A = -1:
+    The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
+    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above 1 + c if
+    A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient. Gradients
+    at the ratios 1, 1.5 and 0.5 with c = 0.25, for A = 1, then for A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -766,7 +768,7 @@ def ppo_loss(args, params, batch):
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropy,
-        # KL(old || new): the estimators k3 and k1 of http://joschu.net/blog/kl-approx.html.
+        # Two estimates of KL(old || new), k3 and k1 in http://joschu.net/blog/kl-approx.html.
         "losses/approx_kl": (jnp.expm1(log_ratio) - log_ratio).mean(),
         "losses/old_approx_kl": -log_ratio.mean(),
         "losses/clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
@@ -797,7 +799,7 @@ def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n].
 
     Sorting takes longer than the gradients of a small network. If n is a power of two above 256, a
-    Feistel network permutes the indices instead: XORs can be undone, whatever `mix` computes.
+    Feistel cipher maps the indices instead. Its XORs can be undone, so no index repeats.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -876,7 +878,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types (from Python numbers): `step` could promote such arrays.
+    # Removes weak types (from Python numbers), which `env.step` could promote.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1046,7 +1048,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training uses `split(key, n)`, which equals `fold_in` of 0 to n - 1.
+    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, so no keys are equal.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1179,7 +1181,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` can keep the names of removed flags."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1260,7 +1262,7 @@ def stop_signals():
 class Logger:
     """Writes metrics of K seeds to TensorBoard, one run per seed, and prints progress.
 
-    Metrics are queued for `log_interval` updates, because reading them blocks.
+    Reading metrics stalls training, so they are queued for `log_interval` updates.
     """
 
     def __init__(self, args, run_dir, first_update):
@@ -1279,7 +1281,7 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # shifted to exclude pauses
+        self.start = time.perf_counter()  # evaluations and checkpoints shift it
         self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
@@ -1302,7 +1304,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early first line
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # at first, 1
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1407,15 +1409,15 @@ def evaluate_run(args):
 def start_run(args, run_dir):
     """Creates or loads the state of a run and compiles its update.
 
-    Returns (state, run_update(state), run_evaluation(params)). Raises `UserError` for a finished
-    run.
+    Returns the state and two functions, run_update(state) and run_evaluation(params). Raises
+    `UserError` for a finished run.
     """
     numbers = float_inputs(args)
     init = jit_function(args, init_states, level=0)
     run_update = jit_function(args, update_seeds, donate_argnums=1)
     run_evaluation = jit_function(args, evaluate_seeds)
     like = jax.eval_shape(init, numbers)
-    # With neither file, the run is new or was killed before its first checkpoint.
+    # Without checkpoint and summary, the run is new or was killed before it first saved.
     saved = any((run_dir / name).exists() for name in ("checkpoint.npz", "summary.json"))
     state = load_checkpoint(run_dir, like) if saved else init(numbers)
     done = jax.device_get(state.update)[0] >= args.num_updates
