@@ -17,15 +17,15 @@ environments x 128 steps, four epochs. (That script ignores its flag for value c
 truncation as termination, and also learns from steps that only reset a game, see `rollout`.) A
 step is one action, held for four frames. With one epoch instead of four, training learns less per
 step, but takes less than half the time. With `--update-epochs 1 --num-minibatches 16
---total-timesteps 5e6` on one CPU core, the return in Breakout reached 248 (4.4 hours), in Pong 17
-(2.1 hours). The next command, on two cores, reached a return of 20 in Pong (2.6 hours):
+--total-timesteps 5e6` on one CPU core, the return reached 248 in Breakout and 17 in Pong (4.4 and
+2.1 hours, on machines of different speed). On two cores, this reached 20 in Pong in 2.6 hours:
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
 
 ppo_cartpole_jax.py explains PPO. Here one pool of emulators serves all K agents (one per seed), so
-`rollout` and `update` handle K agents. `learn` is the second half of `update`, a pure function of
-one agent. Only the class `Atari` and the network are specific to Atari; `Atari` tells how to
+`rollout` and `update` handle K agents. `learn`, the second half of `update`, is pure and handles
+one agent. Only the class `Atari` and the network are specific to Atari; `Atari` explains how to
 replace it. The sections before "Running" contain the algorithm. "Running" adds files and flags.
 
 EnvPool requires Linux and supports CPUs and CUDA GPUs. Emulators cannot be saved: a resumed run
@@ -92,9 +92,9 @@ class Args:
     eval_interval: int = 0
     """updates between evaluations during training; 0: only at the end"""
     eval_mode: Literal["sampled", "greedy"] = "sampled"
-    """sample actions, or take the most probable ones (which may never press FIRE in whole-games)"""
+    """sample actions, or take the most probable ones (may never FIRE, see --eval-protocol)"""
     eval_protocol: Literal["training", "whole-games"] = "training"
-    """no-ops and FIRE after each lost life (training) or each game; both score whole games"""
+    """press no-ops and FIRE in each life (training) or each game; scores are of whole games"""
     capture_video: bool = False
     """record a video at each evaluation during training"""
     resume: str | None = None
@@ -151,7 +151,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
+    """stop an update at the first minibatch whose KL from the rollout's policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -189,7 +189,7 @@ def make_spec(env_id, **options):
     """EnvPool's spec of an environment, with its spaces; raises `UserError` for an unknown id."""
     try:
         return envpool.make_spec(env_id, **options)
-    except Exception as error:  # unknown id; ids other than Atari's: options, missing libraries
+    except Exception as error:  # unknown id, or not Atari: wrong options, missing library
         near = difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.3)
         hint = f"similar names: {near}; ids other than Atari's need a class like `Atari`"
         raise UserError(f"--env-id {env_id}: {error!r}; {hint}") from error
@@ -218,7 +218,7 @@ class Atari:
     only for videos. MyEnv's pool has `reset()`, `step(action)`, `close()` and `xla()` like
     EnvPool's Gymnasium interface, and steps all environments at once. It resets an environment on
     the step after the end of an episode (Gymnasium's AutoresetMode.NEXT_STEP), see `rollout`.
-    `xla()` resets nothing and returns (handle, _, _, step). step(handle, action) returns the handle
+    `xla()` must not reset and returns (handle, _, _, step). step(handle, action) returns the handle
     for the next step and (obs, reward, terminated, truncated, info). With environments in Python,
     `step` can use `jax.experimental.io_callback`, as in benchmarks/environments/gymnasium_envs.py.
     """
@@ -256,9 +256,8 @@ class Atari:
     def read(self, lives, valid, outcome):
         """Interprets a step of N environments; returns (outcome, score, ended, memory).
 
-        Inputs: the memory, whatever must be known of the step before (here `lives`); `valid` [N],
-        False for steps that only reset; the pool's (obs, reward, terminated, truncated, info).
-        Returns:
+        Inputs: the memory that the call before returned (here `lives`); `valid` [N], False for
+        steps that only reset; the pool's (obs, reward, terminated, truncated, info). Returns:
 
             outcome   (obs, reward, terminated, truncated), from which the agent learns
             score     [N], the reported reward
@@ -273,8 +272,8 @@ class Atari:
         # If a life is lost on the truncated step, EnvPool reports only truncation.
         life_lost = game_over | (info["lives"] < lives)
         terminated = terminated | (truncated & life_lost)
-        # Lives rise when a game starts: after game over, or because the no-ops after a lost life
-        # ended the game, which EnvPool does not report.
+        # Lives rise when a game starts: after game over and, which EnvPool does not report, if the
+        # no-ops after a lost life ended the game.
         unnoticed = ~valid & (info["lives"] > lives)
         ended = (valid & (game_over | truncated)) | unnoticed
         return (obs, reward, terminated, truncated), info["reward"], ended, info["lives"]
@@ -284,7 +283,7 @@ class Atari:
         return action
 
     def remember(self, memory, dist):
-        """The memory after an action. A recurrent agent's `dist` can carry its hidden state."""
+        """The memory after an action. A recurrent agent can put its hidden state in `dist`."""
         return memory
 
     def render(self, pool, obs):
@@ -305,7 +304,7 @@ def make_env(args):
 class Categorical(NamedTuple):
     """Distributions over A actions: p(a) = softmax(logits)_a.
 
-    A logit of -1e9 masks an action (with -inf the entropy would be NaN).
+    To forbid an action, set its logit to -1e9 (with -inf the entropy would be NaN).
     """
 
     logits: jax.Array  # [..., A]
@@ -325,7 +324,7 @@ class Categorical(NamedTuple):
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
         log_probs = self.log_probs()
-        # A masked sum: the gradient of a gather is slow.
+        # A masked sum: the gradient of indexing is slow.
         taken = jax.nn.one_hot(action, len(log_probs), axis=0, dtype=bool)
         return log_probs.sum(0, where=taken)
 
@@ -430,7 +429,7 @@ def make_optimizer(args):
 
 def optimizer_update(args, grads, opt_state, params, learning_rate):
     """One step; returns (params, opt_state, norm of the gradients before clipping)."""
-    # Not one vector, as in CartPole's script: XLA would update it on one CPU core.
+    # CartPole's script uses one vector. XLA would update a large one on a single CPU core.
     direction, opt_state = make_optimizer(args).update(grads, opt_state)
     step = jax.tree.map(lambda x: -learning_rate * x, direction)
     return optax.apply_updates(params, step), opt_state, optax.tree.norm(grads)
@@ -518,7 +517,7 @@ def check_shapes(shape, **arrays):
 
 
 def gpu_unroll(steps):
-    """The unroll factor of a scan: `steps` on a GPU, where kernel launches dominate, else 1."""
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels is slow, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -539,7 +538,7 @@ def rollout(args, env, pool, state):
 
     Step 5 stays in the arrays, but counts neither in the loss nor in the statistics.
     """
-    # EnvPool writes float64. Without x64, JAX's buffers are too small: it writes beyond them.
+    # EnvPool writes float64. Without x64, it would write beyond JAX's float32 buffers.
     with jax.enable_x64(True):
         handle, _, _, pool_step = pool.xla()
     num_agents, num_envs = state.env_state.done.shape
@@ -562,7 +561,7 @@ def rollout(args, env, pool, state):
 
         # --- Act ---
         action, log_prob, value, memory = over_seeds(act, state.params, env_state, action_key)
-        # Each step takes the handle from the step before, which keeps them in order.
+        # Each step takes the previous step's handle, which keeps the steps in order.
         with jax.enable_x64(True):
             handle, step = pool_step(handle, env.bounded(action.reshape(-1, *action.shape[2:])))
         step = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == "float64" else x, step)
@@ -575,7 +574,7 @@ def rollout(args, env, pool, state):
             running_return=stats.running_return + jnp.where(valid, score, 0.0),
             running_length=stats.running_length + valid,
         )
-        # Ignores that lives rise at the reset after game over: no step was played since.
+        # `ended` is also true at the reset after game over; then the length is still 0.
         stats = restart_ended(ended & (stats.running_length > 0), stats)
         transition = Transition(env_state.obs, action, log_prob, value, *outcome[1:], valid)
         env_state = EnvState(obs, done=terminated | truncated, memory=memory)
@@ -614,8 +613,8 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
-    delta_t, with low variance but the critic's bias. With lambda = 1 the values in between cancel:
-    A_t = G_t - V(s_t), with high variance. If an episode is truncated or continues after the
+    delta_t, with low variance but the critic's bias. With lambda = 1 all later values cancel: A_t =
+    G_t - V(s_t), with high variance. If an episode is truncated or continues after the
     rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
     episode, so its next value, 9, is ignored:
 
@@ -648,9 +647,10 @@ def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
     The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
-    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above 1 + c if
-    A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient. Gradients
-    at the ratios 1, 1.5 and 0.5 with c = 0.25, for A = 1, then for A = -1:
+    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. The gradient is zero if the
+    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it stays, also for a ratio
+    that moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5 with c = 0.25, for A = 1, then
+    for A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -818,7 +818,7 @@ def learn(args, state, trajectory):
     learning_rate = jnp.float32(args.learning_rate)
     if args.anneal_lr:  # reaches 0 after the last update
         learning_rate *= jnp.maximum(0.0, 1 - state.update / jnp.float32(args.num_updates))
-    learning_rate *= trajectory.valid.any()  # no valid sample: stops Adam's momentum
+    learning_rate *= trajectory.valid.any()  # else Adam's momentum moves params
     params, opt_state, metrics = update_epochs(
         args, state.params, state.opt_state, batch, learning_rate, epochs_key
     )
@@ -867,8 +867,8 @@ def evaluation_actions(args, params, obs, memory, step):
 def evaluate(args, act, params):
     """Plays E episodes with each of K agents, all in parallel; returns an `Evaluation`.
 
-    `act` is the compiled `evaluation_actions`. A Python loop steps the pool; it is faster than a
-    compiled loop. Steps that only reset count neither in the score nor in the length.
+    `act` is the compiled `evaluation_actions`. A Python loop steps the pool, which needs less
+    compilation. Steps that only reset count neither in the score nor in the length.
     """
     env = make_env(args)
     pool = env.make_pool(env_seeds(args, args.eval_episodes, EVALUATION), evaluation=True)
@@ -936,7 +936,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, so no keys are equal.
+    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, never of 2**32 - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1059,7 +1059,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. The list `counts` may contain removed flags."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1161,7 +1161,7 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # evaluations and checkpoints shift it
+        self.start = time.perf_counter()  # `run_updates` adds pauses
         self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
@@ -1184,7 +1184,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # at first, 1
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # a line soon
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
@@ -1358,7 +1358,7 @@ def run_updates(args, logger, state, run_update, run_evaluation):
             logger.flush()
     except Exception:  # for example, an environment failed: saves what was learned
         for state in reversed(states):
-            with contextlib.suppress(Exception):  # fails if the update of this state failed
+            with contextlib.suppress(Exception):  # fails if the update to this state failed
                 save_checkpoint(logger.run_dir, state._replace(env_state=None))
                 print(f"\nsaved update {state.update[0]}; to resume: --resume {logger.run_dir}")
                 break

@@ -13,19 +13,19 @@
 
 With default flags, each of 30 seeds scores 500, the maximum return, in all 100 greedy episodes.
 The next command uses the hyperparameters of CleanRL's and PureJaxRL's ppo.py. Both treat the time
-limit as a termination; this script tells them apart, see `Transition`.
+limit as a termination; here it is a truncation, see `Transition`.
 
     python ppo_cartpole_jax.py --num-envs 4 --num-steps 128 --learning-rate 2.5e-4 --gamma 0.99 \
         --gae-lambda 0.95 --norm-adv --clip-coef 0.2 --clip-vloss --ent-coef 0.01
 
 The return G_t is the discounted sum of the rewards from step t on. The actor network is the policy
-pi(a|s). The critic network estimates V(s), the expected return from a state. The gradient of the
-expected return is the policy gradient, the mean of G_t grad log pi(a_t|s_t). Subtracting a baseline
+pi(a|s). The critic network estimates V(s), the expected return from a state. Training increases the
+expected return by the policy gradient, the mean of G_t grad log pi(a_t|s_t). Subtracting a baseline
 V(s_t) from G_t keeps the gradient's mean and reduces its variance. G_t - V(s_t) estimates the
 advantage A(s, a): how much better an action is than expected. Better actions become more probable,
 worse ones less probable. PPO (https://arxiv.org/abs/1707.06347) takes several gradient steps on the
-same samples. The samples are valid only near the policy that sampled them. So PPO clips: a sample
-has no gradient once its action's probability has changed enough in the right direction. Training
+same samples. The samples are valid only near the policy that sampled them. So PPO clips: once a
+good action is probable enough, or a bad one improbable enough, its sample has no gradient. Training
 repeats `update`:
 
     1. rollout            plays T steps in N environments                B = T * N samples
@@ -36,7 +36,7 @@ repeats `update`:
          adam_update        takes a gradient step                        parameters
 
 The sections before "Running" train one agent. "Running" adds seeds, files and the command line.
-Details follow https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+Details are as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
 Axes in shape comments ([] is a scalar): K seeds, T steps, N environments, B = T * N batch, M
 samples of a minibatch, O observation size, A actions, E evaluation episodes, S steps of a video, U
@@ -148,7 +148,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = None
-    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
+    """stop an update at the first minibatch whose KL from the rollout's policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -284,7 +284,7 @@ def make_env(args):
 class Categorical(NamedTuple):
     """Distributions over A actions: p(a) = softmax(logits)_a.
 
-    A logit of -1e9 masks an action (with -inf the entropy would be NaN).
+    To forbid an action, set its logit to -1e9 (with -inf the entropy would be NaN).
     """
 
     logits: jax.Array  # [..., A]
@@ -304,7 +304,7 @@ class Categorical(NamedTuple):
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
         log_probs = self.log_probs()
-        # A masked sum: the gradient of a gather is slow.
+        # A masked sum: the gradient of indexing is slow.
         taken = jax.nn.one_hot(action, len(log_probs), axis=0, dtype=bool)
         return log_probs.sum(0, where=taken)
 
@@ -314,7 +314,7 @@ class Categorical(NamedTuple):
         return -(jnp.exp(log_probs) * log_probs).sum(0)
 
 
-@jax.custom_batching.sequential_vmap  # equal rounding for any number of seeds
+@jax.custom_batching.sequential_vmap  # one seed at a time, for the same rounding
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -367,7 +367,7 @@ def init_agent(args, key, env):
 def forward(args, params, obs):
     """The policy's distribution and the values [M] for observations [M, ...].
 
-    For a CNN, see benchmarks/recipes.md; XLA's own gradient of a convolution is slow on a CPU.
+    For a CNN, see benchmarks/recipes.md, which avoids XLA's slow gradient of a convolution.
     """
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32).T  # [O, M], see `mlp`
     logits = mlp(params["actor"], x)  # [A, M]
@@ -391,7 +391,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # not one buffer
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # copy: for donation
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -508,7 +508,7 @@ def env_metrics(env, states):
 
 
 def gpu_unroll(steps):
-    """The unroll factor of a scan: `steps` on a GPU, where kernel launches dominate, else 1."""
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels is slow, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -517,8 +517,9 @@ def rollout(args, env, params, env_state, stats, key):
 
     Returns (env_state, stats, trajectory: `Transition` of [T, N, ...]).
 
-    It samples T * N initial states in one batch; most are never used. An environment with slow
-    resets can define `starts_per_update`, the size of a smaller pool that is used cyclically.
+    It samples T * N initial states in one batch, enough for a reset after every step; most are
+    never used. An environment with slow resets can define `starts_per_update`, the size of a
+    smaller pool that is used cyclically.
     """
     # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 1 + 2 * args.num_envs))
@@ -558,7 +559,8 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Reset ---
-        # From the pool, the first environment that is done takes the next unused state, and so on.
+        # Without a pool, each environment has its own state; with one, those that are done take
+        # the next states.
         order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
@@ -573,13 +575,13 @@ def rollout(args, env, params, env_state, stats, key):
 
 
 def trajectory_values(args, env, params, trajectory):
-    """Values of all observations and of their true successors, both [T, N].
+    """Values of all observations and of their successors before any reset, both [T, N].
 
-    The successor is the next step's observation, or the last observation of a truncated episode.
+    The successor is the next step's observation, except after a truncation: there it is `next_obs`.
     `compute_gae` ignores the successors of terminated episodes. In T steps, an environment has at
-    most W = ceil(T / max_episode_steps) truncations, so W extra observations suffice for each.
+    most W = ceil(T / max_episode_steps) truncations, so W of its `next_obs` suffice.
     """
-    # W steps of each environment: the truncated ones, padded with any others.
+    # W steps of each environment: all truncated ones, and others, which do no harm.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -601,8 +603,8 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
-    delta_t, with low variance but the critic's bias. With lambda = 1 the values in between cancel:
-    A_t = G_t - V(s_t), with high variance. If an episode is truncated or continues after the
+    delta_t, with low variance but the critic's bias. With lambda = 1 all later values cancel: A_t =
+    G_t - V(s_t), with high variance. If an episode is truncated or continues after the
     rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
     episode, so its next value, 9, is ignored:
 
@@ -635,9 +637,10 @@ def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
     The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
-    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above 1 + c if
-    A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient. Gradients
-    at the ratios 1, 1.5 and 0.5 with c = 0.25, for A = 1, then for A = -1:
+    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. The gradient is zero if the
+    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it stays, also for a ratio
+    that moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5 with c = 0.25, for A = 1, then
+    for A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -653,7 +656,7 @@ def ppo_loss(args, params, batch):
     """The loss of a minibatch, a mean over samples; returns (loss [], metrics {tag: []}).
 
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. With `clip_vloss`, a value that
-    has moved by more than clip_coef towards its target has no gradient. clip_coef is absolute here:
+    has moved by more than clip_coef towards its target has no gradient. This range is not relative:
     large values change slowly. The entropy bonus keeps the policy from becoming deterministic.
     """
     dist, value = forward(args, params, batch.obs)
@@ -707,8 +710,9 @@ def loss_gradient(args, params, batch):
 def random_permutations(key, count, n):
     """Pseudo-random permutations of range(n), [count, n].
 
-    Sorting takes longer than the gradients of a small network. If n is a power of two above 256, a
-    Feistel cipher maps the indices instead. Its XORs can be undone, so no index repeats.
+    Sorting random numbers takes longer than the gradients of a small network. If n is a power of
+    two above 256, an invertible hash (a Feistel cipher) maps the indices instead. Its XORs can be
+    undone, so no index repeats.
     """
     if n <= 256 or n & (n - 1):
         return jnp.argsort(jax.random.bits(key, (count, n), jnp.uint32))
@@ -787,7 +791,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types (from Python numbers), which `env.step` could promote.
+    # Fixes the dtypes of Python numbers, which `env.step` could change.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -928,7 +932,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, so no keys are equal.
+    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, never of 2**32 - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1061,7 +1065,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. The list `counts` may contain removed flags."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1161,7 +1165,7 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # evaluations and checkpoints shift it
+        self.start = time.perf_counter()  # `run_updates` adds pauses
         self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
@@ -1184,7 +1188,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # at first, 1
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # a line soon
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):

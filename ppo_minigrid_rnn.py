@@ -188,7 +188,7 @@ class Args:
     max_grad_norm: float = 0.5
     """maximum global norm of the gradients"""
     target_kl: float | None = 0.1
-    """stop an update at the first minibatch whose KL from the old policy exceeds this"""
+    """stop an update at the first minibatch whose KL from the rollout's policy exceeds this"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
 
@@ -821,7 +821,7 @@ def make_env(args):
 class Categorical(NamedTuple):
     """Distributions over A actions: p(a) = softmax(logits)_a.
 
-    A logit of -1e9 masks an action (with -inf the entropy would be NaN).
+    To forbid an action, set its logit to -1e9 (with -inf the entropy would be NaN).
     """
 
     logits: jax.Array  # [..., A]
@@ -841,7 +841,7 @@ class Categorical(NamedTuple):
     def log_prob(self, action):
         """Log-probabilities [...] of actions [...]."""
         log_probs = self.log_probs()
-        # A masked sum: the gradient of a gather is slow.
+        # A masked sum: the gradient of indexing is slow.
         taken = jax.nn.one_hot(action, len(log_probs), axis=0, dtype=bool)
         return log_probs.sum(0, where=taken)
 
@@ -1308,7 +1308,7 @@ def env_metrics(env, states):
 
 
 def gpu_unroll(steps):
-    """The unroll factor of a scan: `steps` on a GPU, where kernel launches dominate, else 1."""
+    """The unroll factor of a scan: `steps` on a GPU, where launching kernels is slow, else 1."""
     return steps if jax.default_backend() == "gpu" else 1
 
 
@@ -1435,8 +1435,8 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
         A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},      done = terminated or truncated
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
-    delta_t, with low variance but the critic's bias. With lambda = 1 the values in between cancel:
-    A_t = G_t - V(s_t), with high variance. If an episode is truncated or continues after the
+    delta_t, with low variance but the critic's bias. With lambda = 1 all later values cancel: A_t =
+    G_t - V(s_t), with high variance. If an episode is truncated or continues after the
     rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
     episode, so its next value, 9, is ignored:
 
@@ -1469,9 +1469,10 @@ def clipped_objective(ratio, advantage, clip_coef):
     """PPO's surrogate objective of each sample: min(ratio A, clip(ratio, 1 - c, 1 + c) A).
 
     The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
-    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. It is zero above 1 + c if
-    A > 0, and below 1 - c if A < 0. A ratio that moved the wrong way keeps its gradient. Gradients
-    at the ratios 1, 1.5 and 0.5 with c = 0.25, for A = 1, then for A = -1:
+    ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. The gradient is zero if the
+    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it stays, also for a ratio
+    that moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5 with c = 0.25, for A = 1, then
+    for A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -1595,7 +1596,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Removes weak types (from Python numbers), which `env.step` could promote.
+    # Fixes the dtypes of Python numbers, which `env.step` could change.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1755,7 +1756,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, so no keys are equal.
+    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, never of 2**32 - 1.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1938,7 +1939,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. `counts` may name flags that you have removed."""
+    """Raises `UserError` for invalid flags. The list `counts` may contain removed flags."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -2042,7 +2043,7 @@ class Logger:
             self.add(file, first_update, file_version="brain.Event:2")
             # Makes TensorBoard drop what an interrupted run had logged after this update.
             self.add(file, first_update, 1, session_log={"status": "START"})
-        self.start = time.perf_counter()  # evaluations and checkpoints shift it
+        self.start = time.perf_counter()  # `run_updates` adds pauses
         self.seconds = self.sps = None  # training time and speed of this process
 
     def add(self, file, update, offset=0, **content):
@@ -2065,7 +2066,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # at first, 1
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # a line soon
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
