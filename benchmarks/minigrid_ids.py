@@ -59,7 +59,7 @@ FAMILIES = {  # prefix of the ids: steps, sets of flags in order of trial
     "Playground": (0, []),
 }
 GOOD = 0.95  # success rate that needs no other set of flags
-HEADER = ["flags", "timesteps", "steps to 0.9", "minutes", "success", "in Farama's"]
+HEADER = ["flags", "timesteps", "steps to 0.9", "success", "in Farama's"]
 
 
 def family(env_id):
@@ -80,12 +80,11 @@ def cells(env_id, rows):
         return ["not run", *[""] * (len(HEADER) - 1)]
     name, row = best(rows)
     tried = f", best of {len(rows)}" if len(rows) > 1 else ""
-    reached, minutes = row["steps_to_0.9"], row["train_seconds"] / 60
+    reached = row["steps_to_0.9"]
     return [
         name.split(" in ")[0] + tried,  # the next column contains the steps
         f"{row['total_timesteps']:,}",
         "-" if reached is None else f"{reached:,}",
-        f"{minutes:.0f}" if row["device"].startswith("cpu") else f"{minutes:.1f} on a GPU",
         f"{row['success_rate']:.3f}",
         f"{row['farama_success_rate']:.3f}",
     ]

@@ -4,8 +4,7 @@
     python benchmarks/sps.py --compare           # Rejax, Stable-Baselines3, SBX
     python benchmarks/sps.py --compare --purejaxrl FOLDER  # and a clone of PureJaxRL
     python benchmarks/sps.py --scaling num-envs  # 1 .. 65,536 environments; also: num-seeds
-    python benchmarks/sps.py --env-only          # MiniGrid, xminigrid, NAVIX and EnvPool
-                                                 # without training; also: --stack
+    python benchmarks/sps.py --env-only          # environments of MiniGrid and of its peers
     python benchmarks/sps.py --atari             # emulators alone, network alone, both
 
 `--only WORD` selects candidates whose name contains WORD. Arguments like num_envs=16 set fields of
@@ -140,18 +139,17 @@ def ours(name, wrap_pool=lambda envs: envs, **changes):
     return lambda: updates * args.batch_size * args.num_seeds / run(updates), facts
 
 
-def timed_steps(reset, step, num_envs, stack, num_steps=64):
+def timed_steps(reset, step, num_envs, num_steps=64):
     """Returns (function that returns steps per second of `num_envs` environments, facts).
 
     `reset(keys)` returns (state, observation). `step(state, key)` takes random actions and returns
-    (state, observation, (reward, done)). Every observation is written to memory. With `stack` the
-    observations of all steps are also written to one array, as in a rollout.
+    (state, observation, (reward, done)). Every observation is written to memory.
     """
 
     def run_steps(carry, key):
         def one(carry, key):
             state, obs, outcome = step(carry[0], key)
-            return (state, obs), (outcome, carry[1]) if stack else outcome
+            return (state, obs), outcome
 
         return jax.lax.scan(one, carry, jax.random.split(key, num_steps))
 
@@ -171,7 +169,7 @@ def timed_steps(reset, step, num_envs, stack, num_steps=64):
     return run, facts
 
 
-def our_minigrid(env_id, num_envs, stack):
+def our_minigrid(env_id, num_envs):
     """`timed_steps` of an environment of the MiniGrid script."""
     script = importlib.import_module(MINIGRID)
     env = script.find_env(env_id)
@@ -193,10 +191,10 @@ def our_minigrid(env_id, num_envs, stack):
         state = jax.vmap(env.reset)(keys)
         return state, jax.vmap(env.observe)(state)
 
-    return timed_steps(reset, step, num_envs, stack)
+    return timed_steps(reset, step, num_envs)
 
 
-def xminigrid_env(env_id, num_envs, stack):
+def xminigrid_env(env_id, num_envs):
     """`timed_steps` of an environment of xminigrid."""
     import xminigrid
     from xminigrid.wrappers import GymAutoResetWrapper
@@ -213,10 +211,10 @@ def xminigrid_env(env_id, num_envs, stack):
         timestep = jax.vmap(env.reset, (None, 0))(params, keys)
         return timestep, timestep.observation
 
-    return timed_steps(reset, step, num_envs, stack)
+    return timed_steps(reset, step, num_envs)
 
 
-def navix_env(env_id, num_envs, stack):
+def navix_env(env_id, num_envs):
     """`timed_steps` of an environment of NAVIX, with its auto-reset."""
     import navix
 
@@ -233,7 +231,7 @@ def navix_env(env_id, num_envs, stack):
         timestep = jax.vmap(env.reset)(keys)
         return timestep, timestep.observation
 
-    return timed_steps(reset, step, num_envs, stack)
+    return timed_steps(reset, step, num_envs)
 
 
 def envpool_env(env_id, num_envs):
@@ -421,21 +419,21 @@ def candidates(choice, fields):
                 print(f"{peer} is not installed", file=sys.stderr)
         yield group
     elif choice.env_only:
-        options = fields.get("num_envs", 8192), choice.stack
+        num_envs = fields.get("num_envs", 8192)
         for env_id, peer_id in PEER_ENVIRONMENTS.items():
-            make = functools.partial(our_minigrid, env_id, *options)
+            make = functools.partial(our_minigrid, env_id, num_envs)
             group = [(f"{MINIGRID} {env_id}", make)]
             if importlib.util.find_spec("xminigrid") and peer_id is not None:
-                make = functools.partial(xminigrid_env, f"MiniGrid-{peer_id}", *options)
+                make = functools.partial(xminigrid_env, f"MiniGrid-{peer_id}", num_envs)
                 group.append((f"xminigrid {peer_id}", make))
             if importlib.util.find_spec("navix"):
                 import navix
 
                 if f"Navix-{env_id}-v0" in navix.registry():
-                    make = functools.partial(navix_env, env_id, *options)
+                    make = functools.partial(navix_env, env_id, num_envs)
                     group.append((f"navix {env_id}", make))
-            if importlib.util.find_spec("envpool") and not choice.stack:
-                make = functools.partial(envpool_env, env_id, options[0])
+            if importlib.util.find_spec("envpool"):
+                make = functools.partial(envpool_env, env_id, num_envs)
                 group.append((f"envpool {env_id}", make))
             yield group
     elif choice.atari:
@@ -481,7 +479,6 @@ def parse_args():
     flag = functools.partial(parser.add_argument, action="store_true")
     flag("--compare", help="compare CartPole with other libraries")
     flag("--env-only", help="compare MiniGrid environments without training")
-    flag("--stack", help="with --env-only: write observations to one array")
     flag("--atari", help="measure emulators and network separately")
     option = parser.add_argument
     option("--purejaxrl", type=pathlib.Path, help="with --compare: clone of PureJaxRL")
