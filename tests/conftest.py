@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -48,51 +49,26 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 gc.set_threshold(100_000, 50, 50)
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # A run of 20 updates for each script. A new script needs its row here.
+SERVICES = dict(log_interval=2, checkpoint_interval=5, eval_episodes=4)
+MLP = SERVICES | dict(num_envs=8, num_steps=16, total_timesteps=2560)
+RNN = SERVICES | dict(num_envs=8, num_steps=8, total_timesteps=1280)
+RNN |= dict(num_minibatches=2, rnn_hidden_dim=16, head_hidden_dim=16)
+RNN |= dict(env_id="MiniGrid-Empty-Random-5x5-v0")
+ATARI = SERVICES | dict(num_envs=4, num_steps=4, total_timesteps=320, num_minibatches=2)
+ATARI |= dict(update_epochs=2, eval_episodes=2, max_episode_steps=20)
 QUICK = {
-    "ppo_cartpole_jax": dict(
-        num_envs=8,
-        num_steps=16,
-        total_timesteps=2560,
-        log_interval=2,
-        checkpoint_interval=5,
-        eval_episodes=4,
-    ),
-    "ppo_swingup_jax": dict(
-        num_envs=8,
-        num_steps=16,
-        total_timesteps=2560,
-        log_interval=2,
-        checkpoint_interval=5,
-        eval_episodes=4,
-    ),
-    "ppo_minigrid_rnn": dict(
-        num_envs=8,
-        num_steps=8,
-        total_timesteps=1280,
-        log_interval=2,
-        checkpoint_interval=5,
-        eval_episodes=4,
-        env_id="MiniGrid-Empty-Random-5x5-v0",
-        num_minibatches=2,
-        rnn_hidden_dim=16,
-        head_hidden_dim=16,
-    ),
-    "ppo_atari_envpool_xla_jax": dict(
-        num_envs=4,
-        num_steps=4,
-        total_timesteps=320,
-        log_interval=2,
-        checkpoint_interval=5,
-        num_minibatches=2,
-        update_epochs=2,
-        eval_episodes=2,
-        max_episode_steps=20,
-    ),
+    "ppo_cartpole_jax": MLP,
+    "ppo_swingup_jax": MLP,
+    "ppo_minigrid_rnn": RNN,
+    "ppo_atari_envpool_xla_jax": ATARI,
 }
 MODULES = [importlib.import_module(name) for name in QUICK]
 
@@ -110,10 +86,7 @@ def file_of(path):
 
 
 def pytest_collection_modifyitems(items):
-    """Sorts the tests by file; a new file comes first.
-
-    Those of many environment ids are short: they come last, so that both processes end together.
-    """
+    """Sorts the tests by file, a new one first; those of MiniGrid's many ids are short, so last."""
 
     def place(item):
         place = ORDER.index(file_of(item.path)) if file_of(item.path) in ORDER else -1
@@ -124,10 +97,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of a file that are of one script or one environment id share things: one process.
-
-    (`--dist loadgroup` would do, but pytest 9.2 ignores its groups: pytest-dev/pytest-xdist#1386.)
-    """
+    """Tests of a file that are of one script or one environment id share things: one process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -143,9 +113,7 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-# --------------------------------------------------------------------------------------------------
-# Which scripts a test runs with
-# --------------------------------------------------------------------------------------------------
+# --- Which scripts a test runs with ---
 
 
 @pytest.fixture(scope="session", params=MODULES, ids=lambda module: module.__name__)
@@ -167,19 +135,12 @@ def having(*names, lacking=None):
 
 
 def once(name):
-    """Restricts a test to the first script that defines a name.
-
-    For texts that are the same in all scripts, see test_same_text.py, and for paths of `main` on
-    which the scripts do not differ.
-    """
+    """Restricts a test to the first script that defines a name: others have the same text."""
     return _with_scripts([module for module in MODULES if hasattr(module, name)][:1])
 
 
 def each_text(name, lacking=None):
-    """Restricts a test to one script for each text of a name, which differs in some of them.
-
-    A test of what a command does, say, runs with every `main` that there is. `lacking` as above.
-    """
+    """Restricts a test to one script for each text of a name; `lacking` as above."""
     scripts = {}
     for module in MODULES:
         if hasattr(module, name) and not (lacking and hasattr(module, lacking)):
@@ -187,9 +148,7 @@ def each_text(name, lacking=None):
     return _with_scripts(list(scripts.values()))
 
 
-# --------------------------------------------------------------------------------------------------
-# Runs
-# --------------------------------------------------------------------------------------------------
+# --- Runs ---
 
 
 def quick_args(script, **options):
@@ -248,11 +207,7 @@ def command(script, **options):
 
 
 def environment(devices=4, flags=QUICK_COMPILATION):
-    """Environment variables of a process that sees this many devices.
-
-    Those of this process by default, whose compiled programs it then loads. With flags="" and one
-    device it is as users run it.
-    """
+    """Environment variables of a process with this many devices; users have one and no flags."""
     return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}{flags}"}
 
 
@@ -293,6 +248,11 @@ def arrays_of(run_dir):
         return dict(file)
 
 
+def json_of(run_dir, name="summary"):
+    """A JSON file of a run."""
+    return json.loads((run_dir / f"{name}.json").read_text())
+
+
 def contents(folder):
     """{relative path: bytes} of all files below a folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -306,18 +266,51 @@ def scalars(run_dir):
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def edited_copy(script, path, *edits):
-    """Writes the script's text to a new file with some passages replaced, and imports it.
+def close(ours, expected, rtol, atol=0.0):
+    """Asserts that two trees have the same structure and nearly the same leaves."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), ours, expected)
 
-    `edits` are pairs of a passage that is there just once and of what to put in its place.
-    """
-    text = pathlib.Path(script.__file__).read_text()
-    for passage, replacement in edits:
-        assert text.count(passage) == 1, passage
-        text = text.replace(passage, replacement)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return load(path)
+
+def scipy_categorical(logits, action):
+    """Log-probabilities of actions and the mean entropy."""
+    probabilities = scipy.special.softmax(np.asarray(logits, float), axis=-1)
+    chosen = np.take_along_axis(probabilities, np.asarray(action)[..., None], -1)[..., 0]
+    return np.log(chosen), scipy.stats.entropy(probabilities, axis=-1).mean()
+
+
+def numpy_ppo_loss(args, log_prob, entropy, value, batch):
+    """The loss and metrics of PPO from the definition."""
+    ratio = np.exp(log_prob - batch.log_prob)
+    low, high = 1 - args.clip_coef, 1 + args.clip_coef
+    gain = np.minimum(ratio * batch.advantage, np.clip(ratio, low, high) * batch.advantage)
+    errors = (value - batch.target) ** 2
+    if args.clip_vloss:
+        clipped = np.clip(value, batch.value - args.clip_coef, batch.value + args.clip_coef)
+        errors = np.maximum(errors, (clipped - batch.target) ** 2)
+    policy_loss, value_loss = -gain.mean(), 0.5 * errors.mean()
+    return policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy, {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/approx_kl": np.mean(ratio - 1 - np.log(ratio)),
+        "losses/old_approx_kl": -np.mean(np.log(ratio)),
+        "losses/clipfrac": np.mean((ratio < low) | (ratio > high)),
+    }
+
+
+def report_maximum(script, monkeypatch):
+    """Adds the greatest ratio to the metrics of the loss; the list returned receives each one."""
+    original, seen = script.ppo_loss, []
+
+    def ppo_loss(args, params, batch):
+        loss, metrics = original(args, params, batch)
+        dist, _ = script.forward(args, params, batch.obs)
+        ratio = jnp.exp(dist.log_prob(batch.action) - batch.log_prob)
+        jax.debug.callback(lambda ratio: seen.append(float(ratio.max())), ratio)
+        return loss, metrics | {"losses/ratio_max": ratio.max()}
+
+    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    return seen
 
 
 def load(path):

@@ -1,8 +1,4 @@
-"""The environments against EnvPool's MiniGrid in C++: rules by step, levels by chi-square.
-
-EnvPool shows its whole state (`debug_states`), so every episode of ours begins in one of its
-levels. Where EnvPool differs from Farama, ours is as Farama's; the list is below.
-"""
+"""The environments against EnvPool's MiniGrid in C++: rules by step, levels by chi-square."""
 
 import re
 
