@@ -1,12 +1,10 @@
 """The command line: flags, what a run writes, videos, files that do not fit, NaN, full disks."""
 
 import dataclasses
-import enum
 import json
 import math
 import os
 import pathlib
-import pickle
 import pwd
 import re
 import sys
@@ -23,9 +21,11 @@ from conftest import (
     each_text,
     finish,
     having,
+    json_of,
     once,
     quick_args,
     quick_words,
+    report_maximum,
     run_main,
     run_of,
     scalars,
@@ -54,35 +54,20 @@ def refusal(script, function, *args, **options):
     return str(info.value)
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags
-# --------------------------------------------------------------------------------------------------
+# --- Flags ---
+
+
+BAD_FLAGS = """--num-envs=0 --num-steps=-1 --num-minibatches=7 --num-minibatches=0 --update-epochs=0
+    --total-timesteps=1 --total-timesteps=nan --total-timesteps=-inf --num-seeds=0 --log-interval=0
+    --checkpoint-interval=0 --eval-episodes=0 --learning-rate=nan --target-kl=nan""".split()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("num_envs", 0),
-        ("num_steps", -1),
-        ("num_minibatches", 7),
-        ("num_minibatches", 0),
-        ("update_epochs", 0),
-        ("total_timesteps", 1),
-        ("total_timesteps", "nan"),
-        ("total_timesteps", "-inf"),
-        ("num_seeds", 0),
-        ("log_interval", 0),
-        ("checkpoint_interval", 0),
-        ("eval_episodes", 0),
-        ("learning_rate", "nan"),
-        ("target_kl", "nan"),
-    ],
-)
-def test_bad_flags_are_refused(script, flag, value, tmp_path):
+@pytest.mark.parametrize("word", BAD_FLAGS)
+def test_bad_flags_are_refused(script, word, tmp_path):
     """In one line that names the flag, before anything is compiled or written."""
-    words = quick_words(script, tmp_path, **{flag: value})
-    assert f"--{flag.replace('_', '-')}" in refusal(script, script.main, words)
+    message = refusal(script, script.main, [*quick_words(script, tmp_path), word])
+    assert word.partition("=")[0] in message
     assert not list(tmp_path.iterdir())
 
 
@@ -97,17 +82,6 @@ def test_flags_that_were_deleted_are_not_asked_for(script):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("words", [["--num-envs", "many"], ["--no-such-flag"], ["--seed=1.5"]])
-def test_words_that_are_no_flags(script, words, capsys):
-    """Wrong usage as tyro reports it: exit status 2, no traceback."""
-    with pytest.raises(SystemExit) as exit:
-        script.main(words)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and words[0].partition("=")[0] in error
-    assert "Traceback" not in error
-
-
-@pytest.mark.quick
 def test_help_names_every_flag_in_a_line(script, capsys):
     """And exits with status 0. Texts of more than a line break apart there."""
     with pytest.raises(SystemExit) as exit:
@@ -118,28 +92,37 @@ def test_help_names_every_flag_in_a_line(script, capsys):
         assert f"--{field.name.replace('_', '-')}" in text
 
 
+def error_of(process):
+    """The only line on stderr of a process that ends with status 1."""
+    (line,) = process.communicate()[1].splitlines()
+    assert process.returncode == 1 and line.startswith("error: ")
+    return line
+
+
+def limited(script, limit):
+    """Code that runs the script with a limit of the operating system."""
+    return f"""import resource, runpy, sys
+sys.argv[0] = "{script.__name__}.py"
+resource.setrlimit(resource.{limit})
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+
+
 @once("Logger")
 def test_exit_statuses(script, tmp_path):
-    """Of processes: one line on stderr, no folder."""
-    cases = [({"num_minibatches": 7}, "--num-minibatches"), ({"resume": "missing"}, "missing")]
-    processes = [start(script, tmp_path, **options) for options, _ in cases]
-    for process, (_, text) in zip(processes, cases, strict=True):
-        _, stderr = process.communicate()
-        (line,) = stderr.splitlines()
-        assert process.returncode == 1 and line.startswith("error: ") and text in line
+    """Of processes: 1 for an error of the script, 2 for a word that is no flag, as tyro has it."""
+    assert "--num-minibatches" in error_of(start(script, tmp_path, num_minibatches=7))
+    process = start(script, tmp_path, no_such_flag=1)
+    error = process.communicate()[1]
+    assert process.returncode == 2 and "--no-such-flag" in error and "Traceback" not in error
     assert not (tmp_path / "runs").exists()
 
 
 @once("main")
 def test_what_the_machine_refuses(script, tmp_path):
     """Too little memory: one line, not a traceback."""
-    limit = f"import resource, runpy, sys; sys.argv[0] = '{script.__name__}.py'\n"
-    limit += "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # 16 GiB\n"
-    limit += f"runpy.run_path('{script.__name__}.py', run_name='__main__')"
-    options = QUICK[script.__name__] | dict(total_timesteps=128)
-    process = start(script, tmp_path, 1, code=limit, **options | dict(eval_episodes=10**8))
-    (line,) = process.communicate()[1].splitlines()
-    assert line.startswith("error: ") and "Out of memory" in line
+    options = QUICK[script.__name__] | dict(total_timesteps=128, eval_episodes=10**8)
+    limit = limited(script, "RLIMIT_AS, (2**34, 2**34)")  # 16 GiB
+    assert "Out of memory" in error_of(start(script, tmp_path, 1, code=limit, **options))
 
 
 @each_text("main", lacking="start_episodes")  # Atari's environments are not of its file
@@ -165,29 +148,15 @@ def test_wrong_evaluation_is_noticed_before_compilation(script, tmp_path, monkey
     def wrong(*inputs):
         raise TypeError("of my own")
 
-    compiled = []
-
-    def listen(event, duration, fun_name="", **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(fun_name)
-
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     name = "evaluation_actions" if hasattr(script, "evaluation_actions") else "evaluate"
     monkeypatch.setattr(script, name, wrong)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        with pytest.raises(TypeError, match="of my own"):
-            script.main(quick_words(script, tmp_path))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert "jit(update_seeds)" not in compiled
+    with pytest.raises(TypeError, match="of my own"):
+        script.main(quick_words(script, tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers that need no compiling
-# --------------------------------------------------------------------------------------------------
-
-OTHER_NUMBERS = dict(seed=2, learning_rate=1e-4, gamma=0.9, clip_coef=0.3, ent_coef=0.02)
+# --- Numbers that need no compiling ---
 
 
 @having("update_seeds")
@@ -221,26 +190,47 @@ def test_other_numbers_are_found_in_the_cache(script, tmp_path):
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     quick, programs = QUICK[script.__name__], []
-    longer = dict(total_timesteps=2 * quick["total_timesteps"])
-    for name, options in [("first", {}), ("second", OTHER_NUMBERS | longer)]:
-        run_dir = finish(script, tmp_path / name, env=cache, **quick | options)
+    others = dict(seed=2, learning_rate=1e-4, gamma=0.9, clip_coef=0.3, ent_coef=0.02)
+    others |= dict(total_timesteps=2 * quick["total_timesteps"])
+    for name, options in [("first", {}), ("second", others)]:
+        finish(script, tmp_path / name, env=cache, **quick | options)
         programs.append({path.name for path in (tmp_path / "cache").glob("*-cache")})
-        summary = json.loads((run_dir / "summary.json").read_text())
-        assert all(summary["args"][flag] == value for flag, value in options.items())
     assert programs[0] == programs[1] and len(programs[0]) >= 3
 
 
-# --------------------------------------------------------------------------------------------------
-# What a run writes
-# --------------------------------------------------------------------------------------------------
+@once("use_compilation_cache")
+@pytest.mark.quick
+def test_folder_of_the_cache(script, tmp_path, monkeypatch):
+    """In the user's home; a user whom the system does not know, without HOME, has none."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    before = jax.config.jax_compilation_cache_dir
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    try:
+        script.use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+        monkeypatch.setenv("HOME", str(tmp_path))
+        script.use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/.cache/jax-ppo"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+# --- What a run writes ---
 
 
 def test_summary_and_events_are_complete(script, finished_run):
     """A run of the script alone in an empty folder leaves a summary, events and a video."""
-    summary = json.loads((finished_run / "summary.json").read_text())
+    summary = json_of(finished_run)
     assert SUMMARY_KEYS <= set(summary)
     assert summary["total_timesteps"] == QUICK[script.__name__]["total_timesteps"]
-    assert summary["args"] == json.loads((finished_run / "args.json").read_text())
+    assert summary["args"] == json_of(finished_run, "args")
     assert len(list((finished_run.parents[1] / "videos" / finished_run.name).iterdir())) == 1
     assert re.fullmatch(rf".+__{script.__name__}__1__\d+_[0-9a-f]{{6}}", finished_run.name)
     logged = scalars(finished_run)
@@ -249,12 +239,8 @@ def test_summary_and_events_are_complete(script, finished_run):
     expected = pytest.approx(summary["total_timesteps"] / summary["train_seconds"])
     assert summary["sps"] == expected
     assert summary["compile_seconds"] + summary["train_seconds"] < summary["wall_seconds"]
-    assert {path.name.partition(".out")[0] for path in finished_run.iterdir()} == {
-        "args.json",
-        "checkpoint.npz",
-        "events",
-        "summary.json",
-    }
+    files = sorted(path.name.partition(".out")[0] for path in finished_run.iterdir())
+    assert files == ["args.json", "checkpoint.npz", "events", "summary.json"]
 
 
 def test_every_update_is_logged(script, finished_run):
@@ -278,16 +264,7 @@ def test_every_update_is_logged(script, finished_run):
 @once("Logger")
 def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
     """A tag in _max added to `ppo_loss`: each update's value is the greatest of its minibatches."""
-    original, seen = script.ppo_loss, []
-
-    def ppo_loss(args, params, batch):
-        loss, metrics = original(args, params, batch)
-        dist, _ = script.forward(args, params, batch.obs)
-        ratio = jnp.exp(dist.log_prob(batch.action) - batch.log_prob)
-        jax.debug.callback(lambda ratio: seen.append(float(ratio.max())), ratio)
-        return loss, metrics | {"losses/ratio_max": ratio.max()}
-
-    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    seen = report_maximum(script, monkeypatch)
     args = quick_args(script)
     run_dir = run_main(script, tmp_path, total_timesteps=4 * args.batch_size)
     jax.effects_barrier()
@@ -298,29 +275,16 @@ def test_metric_of_a_user_reaches_tensorboard(script, tmp_path, monkeypatch):
     assert len(set(expected)) == 4 and expected.min() > 1
 
 
-class Slow(np.ndarray):
-    """Metrics of an update that is done when somebody waits for it."""
-
-    waited_for = False
-
-    def block_until_ready(self):
-        self.waited_for = True
-        return self
-
-
 @once("Logger")
 @pytest.mark.quick
-def test_two_updates_are_under_way_at_most(script, tmp_path):
+def test_two_updates_are_under_way_at_most(script, tmp_path, monkeypatch):
     """The third one is begun after the first one's end: a stop waits for two."""
+    waited_for = []
+    monkeypatch.setattr(jax, "block_until_ready", waited_for.extend)
     logger = script.Logger(quick_args(script, log_interval=100), tmp_path, 0)
-    updates = []
     for update in (1, 2, 3, 4):
-        metrics = {"losses/grad_norm": np.ones(1).view(Slow)}
-        for name in ("episodic_return", "reward_mean", "value_mean"):
-            metrics[f"charts/{name}"] = np.ones(1).view(Slow)
-        updates.append(metrics["losses/grad_norm"])
-        logger.log(update, metrics)
-        assert [x.waited_for for x in updates] == [True] * (update - 1) + [False]
+        logger.log(update, dict.fromkeys(TAGS, np.ones(1)))
+        assert [number for number, _ in waited_for] == list(range(1, update))
     logger.close()
 
 
@@ -337,18 +301,18 @@ def test_first_line_of_progress_comes_after_the_first_update(script, tmp_path, c
 
 @once("write_json")
 @pytest.mark.quick
-def test_infinity_is_strict_json(script, tmp_path):
-    """`--max-grad-norm inf`, no clipping: written, read back and evaluated."""
+def test_json_is_strict(script, tmp_path):
+    """Infinity, say `--max-grad-norm inf`, is read back; NaN becomes null, but not in words."""
     run_dir = run_main(script, tmp_path, max_grad_norm="inf", total_timesteps=256)
-    script.main(words_of(eval=run_dir, videos_dir=tmp_path))
+    assert script.load_args(run_dir).max_grad_norm == math.inf
+    content = {"a": math.nan, "b": [1.0, math.nan], "c": "NaNs", "d": math.inf}
+    script.write_json(tmp_path / "x.json", content)
 
     def strict(name):
         raise ValueError(f"{name} is no JSON")
 
-    for name in ("args", "summary", "eval"):
-        saved = json.loads((run_dir / f"{name}.json").read_text(), parse_constant=strict)
-        assert saved.get("args", saved)["max_grad_norm"] == math.inf
-    assert script.load_args(run_dir).max_grad_norm == math.inf
+    loaded = json.loads((tmp_path / "x.json").read_text(), parse_constant=strict)
+    assert loaded == {"a": None, "b": [1.0, None], "c": "NaNs", "d": math.inf}
 
 
 @each_text("main", lacking="start_episodes")
@@ -363,9 +327,7 @@ def test_evaluations_and_videos_during_training(script, tmp_path, capsys):
     assert f"run: {run_dir}" in capsys.readouterr().out.splitlines()
     before = contents(run_dir)
     script.main(words_of(eval=run_dir))
-    summary, evaluation = (
-        json.loads((run_dir / f"{name}.json").read_text()) for name in ("summary", "eval")
-    )
+    summary, evaluation = json_of(run_dir), json_of(run_dir, "eval")
     assert evaluation.pop("args") == summary["args"] | {"eval": str(run_dir)}
     assert evaluation == {name: summary[name] for name in evaluation}
     assert logged["eval/episodic_return"][-1][1] == pytest.approx(summary["eval_return_mean"])
@@ -373,7 +335,7 @@ def test_evaluations_and_videos_during_training(script, tmp_path, capsys):
     assert contents(run_dir) == before
     assert "eval" in {path.stem for path in (tmp_path / "videos" / run_dir.name).iterdir()}
     script.main(words_of(eval=run_dir, eval_episodes=7, seed=5, num_envs=2, learning_rate=1.0))
-    evaluation = json.loads((run_dir / "eval.json").read_text())
+    evaluation = json_of(run_dir, "eval")
     assert evaluation["eval_episodes"] == 7 and evaluation["args"]["seed"] == 5
 
 
@@ -391,7 +353,7 @@ def test_video_that_fails_is_a_warning(script, tmp_path, monkeypatch, capsys):
     lines = err.splitlines()
     assert len(lines) == 3 and set(lines) == {"warning: no video: ZeroDivisionError: of my own"}
     assert out.count(" episodes: return_mean") == 2
-    assert SUMMARY_KEYS <= set(json.loads((run_dir / "summary.json").read_text()))
+    assert SUMMARY_KEYS <= set(json_of(run_dir))
     assert (run_dir / "eval.json").exists() and arrays_of(run_dir)
 
 
@@ -400,29 +362,16 @@ def test_video_that_fails_is_a_warning(script, tmp_path, monkeypatch, capsys):
 def test_hint_at_sampled_actions(script, mode, bias, tmp_path, monkeypatch, capsys):
     """A greedy evaluation far below training prints the hint; others do not."""
     scores = script.evaluation_scores
-    monkeypatch.setattr(
-        script,
-        "evaluation_scores",
-        lambda evaluation: {name: 0 * x + bias for name, x in scores(evaluation).items()},
-    )
+    biased = lambda evaluation: {name: 0 * x + bias for name, x in scores(evaluation).items()}
+    monkeypatch.setattr(script, "evaluation_scores", biased)
     run_dir = run_main(script, tmp_path, eval_mode=mode)
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = json_of(run_dir)
     logged = scalars(run_dir)["charts/episodic_return"][-1][1]
     assert summary["train_return_mean"] == pytest.approx(logged) and logged > 8
     out = capsys.readouterr().out
     assert f"last episodes of training (sampled actions): return_mean {logged:.4g}\n" in out
     hint = "greedy actions are far worse: try --eval-mode sampled" in out
     assert hint == (mode == "greedy" and bias == 0)
-
-
-@once("main")
-def test_environment_without_render(script, tmp_path, monkeypatch, capsys):
-    """A warning instead of a video. No episode ends in training: that mean is null."""
-    monkeypatch.delattr(type(script.make_env(quick_args(script))), "render")
-    run_dir = run_main(script, tmp_path, num_steps=1, num_envs=8, total_timesteps=8)
-    assert capsys.readouterr().err.startswith("warning: no video: AttributeError")
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["train_return_mean"] is None and summary["eval_return_mean"] > 0
 
 
 @once("main")
@@ -446,15 +395,12 @@ def test_metrics_are_scalars(script, tmp_path, monkeypatch):
 
 @once("main")
 @pytest.mark.quick
-def test_names_of_metrics_and_runs(script, tmp_path, monkeypatch):
-    """An environment may call a metric return_mean, and its id may have a colon and a slash."""
-    make_env, args = script.make_env, quick_args(script)
+def test_a_metric_of_the_same_name(script, tmp_path, monkeypatch):
+    """An environment may call one return_mean."""
+    cls = type(script.make_env(quick_args(script)))
     metrics = lambda self, state: {"return_mean": jnp.float32(-7)}
-    monkeypatch.setattr(type(make_env(args)), "metrics", metrics, raising=False)
-    monkeypatch.setattr(script, "make_env", lambda _: make_env(args))
-    run_dir = run_main(script, tmp_path, env_id="Mine: a/b v1", total_timesteps=128)
-    assert run_dir.name.startswith("Mine--a-b-v1__")
-    summary = json.loads((run_dir / "summary.json").read_text())
+    monkeypatch.setattr(cls, "metrics", metrics, raising=False)
+    summary = json_of(run_main(script, tmp_path, total_timesteps=128))
     assert summary["eval_env_return_mean"] == -7 and summary["eval_return_mean"] > 0
 
 
@@ -465,7 +411,7 @@ def test_folder_of_several_seeds(script, tmp_path):
     run_dir = run_main(script, tmp_path, num_seeds=2, seed=5, total_timesteps=steps)
     folders = [run_dir / f"seed_{seed}" for seed in (5, 6)]
     logged = [scalars(folder)["eval/episodic_return"][-1][1] for folder in folders]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = json_of(run_dir)
     assert summary["per_seed"]["eval_return_mean"] == pytest.approx(logged)
     assert summary["eval_return_mean"] == pytest.approx(np.mean(logged))
     args, params = script.load_run(run_dir)
@@ -483,9 +429,8 @@ def test_tracking(script, tmp_path, monkeypatch):
     wandb.finish = lambda: calls.append("finish")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run_dir = run_main(script, tmp_path, track=True)
-    assert (
-        calls[0]["id"] == run_dir.name and calls[0]["config"]["track"] and calls[1:] == ["finish"]
-    )
+    assert calls[0]["id"] == run_dir.name and calls[0]["config"]["track"]
+    assert calls[1:] == ["finish"]
     logged = scalars(run_dir)
     for tag in TAGS:
         tracked = [(step, row[tag]) for step, row in rows.items() if tag in row]
@@ -511,9 +456,7 @@ def test_tracking_that_cannot_start(script, fault, tmp_path, monkeypatch):
     assert message.startswith("--track: ") and not list(tmp_path.iterdir())
 
 
-# --------------------------------------------------------------------------------------------------
-# Other ways to start
-# --------------------------------------------------------------------------------------------------
+# --- Other ways to start ---
 
 
 @once("train")
@@ -532,49 +475,7 @@ script.main(sys.argv[1:])"""
     finish(script, tmp_path, 1, code=code, env={"JAX_DISABLE_JIT": "1"}, **options)
 
 
-@once("use_compilation_cache")
-@pytest.mark.quick
-def test_without_a_home(script, monkeypatch):
-    """A user whom the system does not know, without HOME: no cache."""
-
-    def unknown(uid):
-        raise KeyError(uid)
-
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        script.use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-
-
-@once("use_compilation_cache")
-def test_second_start_loads_programs(script, tmp_path):
-    """From the user's cache folder. A home without one is no error."""
-    env = {"HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": None, "JAX_LOG_COMPILES": None}
-    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": None}
-    options = QUICK[script.__name__] | dict(total_timesteps=256)
-    for folder in ("first", "second"):
-        process = start(script, tmp_path / folder, 1, env=env, **options)
-        assert not process.communicate()[1] and process.returncode == 0
-        files = {path for path in (tmp_path / ".cache").rglob("*-cache")}
-        if folder == "first":
-            before = files
-    assert before and files == before
-    env["HOME"] = "/dev/null"  # JAX warns
-    code = f"import jax, {script.__name__} as script; script.use_compilation_cache()"
-    code += "; jax.jit(abs)(1)"
-    process = start(script, tmp_path / "third", 1, code=code, env=env)
-    process.communicate()
-    assert process.returncode == 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Files that do not fit
-# --------------------------------------------------------------------------------------------------
+# --- Files that do not fit ---
 
 
 class Bomb:
@@ -584,63 +485,44 @@ class Bomb:
         return sys.exit, (99,)
 
 
-def change_largest(path, change):
-    with np.load(path) as file:
-        arrays = dict(file)
-    params = [name for name in arrays if name.startswith("params/")]
-    name = max(params, key=lambda name: arrays[name].nbytes)
-    np.savez(path, **arrays | {name: change(arrays[name])})
-
-
 def flip_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) * 5 // 6] ^= 1  # among the parameters
     path.write_bytes(content)
 
 
+def change_all(path, change):
+    np.savez(path, **{name: change(x) for name, x in arrays_of(path.parent).items()})
+
+
 DAMAGES = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
     "empty": lambda path: path.write_bytes(b""),
-    "text": lambda path: path.write_text("no checkpoint"),
     "missing": lambda path: path.unlink(),
     "flipped bit": flip_bit,
     "foreign arrays": lambda path: np.savez(path, weights=np.zeros(3)),
-    "other type": lambda path: change_largest(path, lambda x: x.astype(float)),
-    "other shape": lambda path: change_largest(path, lambda x: x[None]),
-    "pickled object": lambda path: change_largest(path, lambda x: np.array([Bomb()], object)),
-    "pickle": lambda path: path.write_bytes(pickle.dumps(Bomb())),
+    "other shapes": lambda path: change_all(path, lambda x: x[None]),
+    "pickled objects": lambda path: change_all(path, lambda x: np.array([Bomb()], object)),
 }
 
 
-@once("load_checkpoint")
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("use", ["resume", "eval"])
-def test_damaged_checkpoint(script, run_copy, use, damage, tmp_path):
-    """A line that names the file; nothing is written."""
-    check_damaged_checkpoint(script, run_copy, use, damage, tmp_path)
-
-
 @each_text("main")
-def test_truncated_checkpoint_of_each_script(script, run_copy, tmp_path):
-    """Each `main` reads before it writes."""
-    for use in ("resume", "eval"):
-        check_damaged_checkpoint(script, run_copy, use, "truncated", tmp_path)
-
-
-def check_damaged_checkpoint(script, run_copy, use, damage, tmp_path):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint(script, run_copy, damage, tmp_path):
+    """A line that names the file; nothing is written."""
     path = run_copy / "checkpoint.npz"
     DAMAGES[damage](path)
     before = contents(tmp_path)
-    words = words_of(**{use: run_copy}, videos_dir=tmp_path / "videos")
-    assert path.name in refusal(script, script.main, words)
-    assert contents(tmp_path) == before
+    for use in ("resume", "eval"):
+        words = words_of(**{use: run_copy}, videos_dir=tmp_path / "videos")
+        assert path.name in refusal(script, script.main, words)
+        assert contents(tmp_path) == before
 
 
+@once("load_args")
 @pytest.mark.quick
 @pytest.mark.parametrize("use", ["resume", "eval"])
-@pytest.mark.parametrize(
-    "text", [None, "", "[]", '{"num_envs": "many"}', '{"num_envs": 0}', '{"no_such_flag": 1}']
-)
+@pytest.mark.parametrize("text", [None, "", "[]", '{"num_envs": "many"}', '{"num_envs": 0}'])
 def test_folder_that_is_no_run(script, use, text, tmp_path):
     """No args.json, or one with other contents: one line, nothing is written."""
     if text is not None:
@@ -662,28 +544,15 @@ def test_resume_changes_flags(script, run_copy, tmp_path, capsys):
     logged = [step for step, _ in scalars(run_copy)["losses/policy_loss"]]
     assert logged == [batch_size * n for n in range(1, 23)]
     before = contents(run_copy)
-    changes = [dict(num_envs=2 * QUICK[script.__name__]["num_envs"]), dict(seed=2)]
-    changes += [dict(num_seeds=2)]
+    changes = ["--num-envs=2", "--seed=2", "--num-seeds=2"]
     other_id = {"ppo_minigrid_rnn": "Empty-5x5", "ppo_atari_envpool_xla_jax": "Pong-v5"}
     if script.__name__ in other_id:  # which has the same arrays
-        changes.append(dict(env_id=other_id[script.__name__]))
+        changes.append(f"--env-id={other_id[script.__name__]}")
+    words = words_of(resume=run_copy, total_timesteps=50 * batch_size)
     for change in changes:
-        words = words_of(resume=run_copy, total_timesteps=50 * batch_size, **change)
-        (name,) = change
-        message = f"--{name.replace('_', '-')} of a run cannot change"
-        assert refusal(script, script.main, words) == message
+        message = refusal(script, script.main, [*words, change])
+        assert change.partition("=")[0] in message and "cannot change" in message
     assert contents(run_copy) == before
-
-
-@once("parse_args")
-@pytest.mark.quick
-def test_eval_has_the_flags_of_its_run(script, tmp_path):
-    """Also beside `--resume`, which does nothing then."""
-    runs = {"resume": tmp_path / "0", "eval": tmp_path / "1"}
-    for n, path in enumerate(runs.values()):
-        path.mkdir()
-        script.write_json(path / "args.json", vars(quick_args(script, gamma=n / 2)))
-    assert script.parse_args(words_of(**runs)).gamma == 0.5
 
 
 @once("main")
@@ -692,10 +561,10 @@ def test_resuming_a_finished_run(script, run_copy):
     before = contents(run_copy)
     assert "is finished" in refusal(script, script.main, words_of(resume=run_copy))
     assert contents(run_copy) == before
-    expected = json.loads((run_copy / "summary.json").read_text())
+    expected = json_of(run_copy)
     (run_copy / "summary.json").unlink()
     script.main(words_of(resume=run_copy, videos_dir=run_copy.parent))
-    summary = json.loads((run_copy / "summary.json").read_text())
+    summary = json_of(run_copy)
     assert summary["eval_return_mean"] == expected["eval_return_mean"] and summary["sps"] is None
 
 
@@ -704,9 +573,7 @@ def test_resuming_a_finished_run(script, run_copy):
 def test_run_of_a_program_with_its_own_environment(script, tmp_path):
     """The stock script says who can load it."""
     script.write_json(tmp_path / "args.json", vars(quick_args(script)) | {"my_flag": 1})
-    assert "if an adapter started it, use that adapter" in refusal(
-        script, script.load_args, tmp_path
-    )
+    assert "my_flag" in refusal(script, script.load_args, tmp_path)
 
 
 @once("named_arrays")
@@ -746,17 +613,9 @@ def test_order_of_a_state(script, tmp_path):
     assert "running_return is |V2 (3,), not float32 (3,)" in message
 
 
-class Color(enum.Enum):
-    """A flag's value that JSON does not have."""
-
-    RED = "red"
-
-
 @once("check_args")
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "value", [Color.RED, pathlib.Path("x"), ((1, 2), (3,)), types.SimpleNamespace(x=1)]
-)
+@pytest.mark.parametrize("value", [pathlib.Path("x"), ((1, 2), (3,))])
 def test_flags_that_cannot_be_saved(script, value):
     """The message names the flag."""
     args = quick_args(script)
@@ -766,32 +625,24 @@ def test_flags_that_cannot_be_saved(script, value):
     script.check_args(args)
 
 
-# --------------------------------------------------------------------------------------------------
-# NaN and full disks
-# --------------------------------------------------------------------------------------------------
-
-
-def poisoned(script, monkeypatch, part):
-    """Makes the observations or the rewards of every environment NaN."""
-    cls = type(script.make_env(quick_args(script)))
-    if part == "observations":
-        observe = cls.observe
-        monkeypatch.setattr(cls, "observe", lambda self, state: observe(self, state) + jnp.nan)
-    if part == "rewards":
-        step = cls.step
-
-        def nan_step(*inputs):
-            state, reward, terminated = step(*inputs)
-            return state, reward + jnp.nan, terminated
-
-        monkeypatch.setattr(cls, "step", nan_step)
+# --- NaN and full disks ---
 
 
 @having("init_mlp")
 @pytest.mark.parametrize("part", ["observations", "rewards", "parameters"])
 def test_source_of_nan_is_named(script, part, run_copy, tmp_path, monkeypatch, capsys):
     """One line for the seed, one for the end. The last good checkpoint stays."""
-    poisoned(script, monkeypatch, part)
+    cls = type(script.make_env(quick_args(script)))
+    observe, step = cls.observe, cls.step
+
+    def nan_step(*inputs):
+        state, reward, terminated = step(*inputs)
+        return state, reward + jnp.nan, terminated
+
+    if part == "observations":
+        monkeypatch.setattr(cls, "observe", lambda self, state: observe(self, state) + jnp.nan)
+    if part == "rewards":
+        monkeypatch.setattr(cls, "step", nan_step)
     before = (run_copy / "checkpoint.npz").read_bytes()
     rate = dict(learning_rate=1e30) if part == "parameters" else {}
     steps = 4 * QUICK[script.__name__]["total_timesteps"]
@@ -814,30 +665,19 @@ def test_seed_with_nan_is_named_and_others_go_on(script, tmp_path, capsys):
     script.main(words_of(resume=tmp_path))
     named = re.findall(r"^seed (\d+) failed", capsys.readouterr().out, re.MULTILINE)
     assert named == ["2"]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json_of(tmp_path)
     assert summary["failed_seeds"] == [2]
-    assert summary["eval_return_mean"] == pytest.approx(
-        np.mean(summary["per_seed"]["eval_return_mean"])
-    )
+    mean = np.mean(summary["per_seed"]["eval_return_mean"])
+    assert summary["eval_return_mean"] == pytest.approx(mean)
     _, params = script.load_run(tmp_path)
     finite = [np.isfinite(leaf).reshape(3, -1).all(1) for leaf in jax.tree.leaves(params)]
     assert np.array(finite).all(0).tolist() == [True, False, True]
 
 
-@once("write_json")
-@pytest.mark.quick
-def test_nan_is_null_in_json(script, tmp_path):
-    """Numbers become null, words that contain NaN do not change."""
-    content = {"a": math.nan, "b": [1.0, math.nan], "c": "NaNs", "d": math.inf}
-    script.write_json(tmp_path / "x.json", content)
-    loaded = json.loads((tmp_path / "x.json").read_text(), parse_constant=None)
-    assert loaded == {"a": None, "b": [1.0, None], "c": "NaNs", "d": math.inf}
-
-
 @each_text("main")
 @pytest.mark.quick
-def test_unwritable_runs_folder(script, tmp_path, monkeypatch):
-    """One line that names it; nothing is compiled twice for it."""
+def test_unwritable_runs_folder(script, tmp_path):
+    """One line that names it."""
     (tmp_path / "file").write_text("")
     words = quick_words(script, tmp_path, runs_dir=tmp_path / "file" / "runs")
     assert str(tmp_path / "file") in refusal(script, script.main, words)
@@ -858,11 +698,9 @@ try:
 except script.UserError as error:
     sys.exit(f"error: {{error}}")"""
     options = QUICK[script.__name__] | dict(total_timesteps=10**6)
-    process = start(script, tmp_path, code=code, **options)
-    _, stderr = process.communicate()
+    line = error_of(start(script, tmp_path, code=code, **options))
     run_dir = run_of(tmp_path)
-    (line,) = stderr.splitlines()
-    assert process.returncode == 1 and "events" in line and "No space left" in line
+    assert "events" in line and "No space left" in line
     assert run_dir.name in line and arrays_of(run_dir)["update"][0] > 3
 
 
@@ -871,17 +709,8 @@ except script.UserError as error:
 def test_limit_of_file_sizes(script, tmp_path):
     """`ulimit -f 12`: the checkpoint cannot be written; one line, no traceback."""
     options = QUICK[script.__name__] | dict(total_timesteps=64_000)
-    process = start(
-        script,
-        tmp_path,
-        code="import resource, runpy, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (12288, 12288))\n"
-        f"sys.argv[0] = '{script.__name__}.py'\n"
-        f"runpy.run_path('{script.__name__}.py', run_name='__main__')",
-        env={"JAX_ENABLE_COMPILATION_CACHE": "false"},
-        **options,
-    )
-    _, stderr = process.communicate()
-    (line,) = stderr.splitlines()
-    assert process.returncode == 1 and line.startswith("error: ") and run_of(tmp_path).name in line
+    limit = limited(script, "RLIMIT_FSIZE, (12288, 12288)")
+    env = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    line = error_of(start(script, tmp_path, code=limit, env=env, **options))
+    assert run_of(tmp_path).name in line
     assert not list(run_of(tmp_path).glob("checkpoint.*"))  # a part would keep the disk full
