@@ -11,12 +11,17 @@ import pytest
 import scipy.linalg
 import scipy.special
 import scipy.stats
-from conftest import USUAL_COMPILATION, having, jit_args, once, quick_args
-
-
-def close(ours, expected, rtol, atol=0.0):
-    """Asserts that two trees have the same structure and nearly the same leaves."""
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), ours, expected)
+from conftest import (
+    USUAL_COMPILATION,
+    close,
+    having,
+    jit_args,
+    numpy_ppo_loss,
+    once,
+    quick_args,
+    report_maximum,
+    scipy_categorical,
+)
 
 
 def initial(script, args):
@@ -34,9 +39,7 @@ def with_time_limit(script, args, max_episode_steps):
     return dataclasses.replace(script.make_env(args), max_episode_steps=max_episode_steps)
 
 
-# --------------------------------------------------------------------------------------------------
-# Network, distribution and optimizer
-# --------------------------------------------------------------------------------------------------
+# --- Network, distribution and optimizer ---
 
 
 @having("init_mlp")
@@ -109,12 +112,7 @@ def test_categorical_equals_scipy(script):
 @once("Categorical")
 @pytest.mark.quick
 def test_many_actions(script):
-    """2,000 actions: NumPy's indexing of log_softmax; as many operations as for two actions."""
-    logits = np.random.default_rng(0).normal(size=(5, 2000)).astype("f")
-    action = np.array([0, 1, 777, 1998, 1999])
-    ours = script.Categorical(logits=jnp.asarray(logits)).log_prob(action)
-    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(5), action]
-    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    """Log-probabilities take as many operations as with two actions."""
 
     def operations(num_actions):
         log_prob = lambda logits, action: script.Categorical(logits=logits).log_prob(action)
@@ -177,9 +175,7 @@ def test_optimizer_equals_optax(script):
     assert clipped == 40
 
 
-# --------------------------------------------------------------------------------------------------
-# Advantages
-# --------------------------------------------------------------------------------------------------
+# --- Advantages ---
 
 
 def definition_of_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
@@ -216,10 +212,7 @@ def test_gae_equals_definition(script, gae_lambda):
 @once("trajectory_values")  # one text in the scripts without recurrence
 @pytest.mark.parametrize("max_episode_steps", [3, 12, 500])
 def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps):
-    """`trajectory_values` against the critic on every observation and every true successor.
-
-    64 steps: many windows of the time limit (the last one incomplete), or a part of one.
-    """
+    """`trajectory_values` against the critic on every observation and every true successor."""
     args = quick_args(script, num_steps=64, total_timesteps=10**6)
     env, state = with_time_limit(script, args, max_episode_steps), initial(script, args)
     rollout = jit_args(script.rollout, args, env)
@@ -239,9 +232,7 @@ def test_bootstrap_values_are_those_of_true_successors(script, max_episode_steps
     assert np.unique(expected).size > 100
 
 
-# --------------------------------------------------------------------------------------------------
-# Episode statistics
-# --------------------------------------------------------------------------------------------------
+# --- Episode statistics ---
 
 
 @once("rollout")  # one text in the scripts without recurrence
@@ -288,9 +279,7 @@ def test_nothing_is_reported_before_an_episode_ends(script):
     assert reported[0] == -np.inf and np.isfinite(reported[-1])
 
 
-# --------------------------------------------------------------------------------------------------
-# Loss
-# --------------------------------------------------------------------------------------------------
+# --- Loss ---
 
 
 def loss_inputs(script, args, samples=64):
@@ -321,42 +310,11 @@ def loss_inputs(script, args, samples=64):
 
 def scipy_distribution(dist, action):
     """Log-probabilities [M] of actions and the mean entropy, of a `Categorical` or a `Gaussian`."""
-    action = np.asarray(action)
-    if type(dist).__name__ == "Gaussian":
-        normal = scipy.stats.norm(np.asarray(dist.mean), np.exp(np.asarray(dist.log_std)))
-        entropy = np.broadcast_to(normal.entropy(), dist.mean.shape).sum(-1).mean()
-        return normal.logpdf(action).sum(-1), entropy
-    probabilities = scipy.special.softmax(np.asarray(dist.logits), axis=1)
-    log_prob = np.log(probabilities[np.arange(action.size), action])
-    return log_prob, scipy.stats.entropy(probabilities, axis=1).mean()
-
-
-def normalized(advantage):
-    """Of mean 0 and standard deviation 1."""
-    return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-
-
-def numpy_ppo_loss(log_prob, entropy, value, batch, args):
-    """The loss and metrics of PPO from the definition."""
-    ratio = np.exp(log_prob - batch.log_prob)
-    low, high = 1 - args.clip_coef, 1 + args.clip_coef
-    surrogates = [
-        min(r * a, np.clip(r, low, high) * a) for r, a in zip(ratio, batch.advantage, strict=True)
-    ]
-    policy_loss = -np.mean(surrogates)
-    errors = (value - batch.target) ** 2
-    if args.clip_vloss:
-        clipped = np.clip(value, batch.value - args.clip_coef, batch.value + args.clip_coef)
-        errors = np.maximum(errors, (clipped - batch.target) ** 2)
-    value_loss = 0.5 * errors.mean()
-    return policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy, {
-        "losses/policy_loss": policy_loss,
-        "losses/value_loss": value_loss,
-        "losses/entropy": entropy,
-        "losses/approx_kl": np.mean(ratio - 1 - np.log(ratio)),
-        "losses/old_approx_kl": -np.mean(np.log(ratio)),
-        "losses/clipfrac": np.mean((ratio < low) | (ratio > high)),
-    }
+    if type(dist).__name__ != "Gaussian":
+        return scipy_categorical(dist.logits, action)
+    normal = scipy.stats.norm(np.asarray(dist.mean), np.exp(np.asarray(dist.log_std)))
+    entropy = np.broadcast_to(normal.entropy(), dist.mean.shape).sum(-1).mean()
+    return normal.logpdf(np.asarray(action)).sum(-1), entropy
 
 
 CLIPPING = pytest.mark.parametrize("clip_vloss", [True, False])
@@ -374,7 +332,7 @@ def test_loss_equals_definition(script, clip_vloss):
         dist, value = script.forward(args, params, batch.obs)
         log_prob, entropy = scipy_distribution(dist, batch.action)
     batch = jax.tree.map(np.asarray, batch)
-    expected = numpy_ppo_loss(log_prob, entropy, np.asarray(value), batch, args)
+    expected = numpy_ppo_loss(args, log_prob, entropy, np.asarray(value), batch)
     assert 0.1 < expected[1]["losses/clipfrac"] < 0.9
     assert metrics.keys() - expected[1].keys() <= {"charts/action_std"}
     ours = loss, {tag: metrics[tag] for tag in expected[1]}
@@ -420,27 +378,12 @@ def test_loss_gradient_equals_finite_differences(script, clip_vloss):
             np.testing.assert_allclose((grad * direction).sum(), difference, 1e-6, 1e-8)
 
 
-def with_maximum(script):
-    """`ppo_loss` with one more metric, the greatest ratio; `seen` receives that of each call."""
-    original, seen = script.ppo_loss, []
-
-    def ppo_loss(args, params, batch):
-        loss, metrics = original(args, params, batch)
-        dist, _ = script.forward(args, params, batch.obs)
-        ratio = jnp.exp(dist.log_prob(batch.action) - batch.log_prob)
-        jax.debug.callback(lambda ratio: seen.append(float(ratio.max())), ratio)
-        return loss, metrics | {"losses/ratio_max": ratio.max()}
-
-    return ppo_loss, seen
-
-
 @once("loss_gradient")
 @pytest.mark.parametrize("samples", [64, 4096, 3 * 4096, 10_007])
 def test_gradient_in_blocks_equals_the_whole(script, samples, monkeypatch):
     """However many blocks a minibatch is cut into, metrics and gradients are those of the whole."""
     args = quick_args(script, ent_coef=0.1)
-    ppo_loss, seen = with_maximum(script)
-    monkeypatch.setattr(script, "ppo_loss", ppo_loss)
+    seen = report_maximum(script, monkeypatch)
     with jax.enable_x64(True):
         params, batch = loss_inputs(script, args, samples)
         gradient = jit_args(script.loss_gradient, args)
@@ -454,9 +397,7 @@ def test_gradient_in_blocks_equals_the_whole(script, samples, monkeypatch):
     close(metrics, expected, rtol=1e-9, atol=1e-12)
 
 
-# --------------------------------------------------------------------------------------------------
-# Updates
-# --------------------------------------------------------------------------------------------------
+# --- Updates ---
 
 
 @once("update_epochs")  # one text in the scripts without recurrence
@@ -469,7 +410,9 @@ def test_epoch_of_one_minibatch_equals_definition(script, norm_adv):
         params, batch = loss_inputs(script, args)
         definite = batch
         if norm_adv:
-            definite = batch._replace(advantage=normalized(batch.advantage))
+            advantage = batch.advantage
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            definite = batch._replace(advantage=advantage)
         grads = jax.grad(lambda params: script.ppo_loss(args, params, definite)[0])(params)
         clip = optax.clip_by_global_norm(args.max_grad_norm)
         optimizer = optax.chain(clip, optax.adam(0.1, eps=args.adam_eps))
@@ -533,10 +476,7 @@ def test_update_learns_from_the_advantages_of_its_rollout(script, monkeypatch):
 
 @having("train")
 def test_target_kl_skips_the_remaining_steps(script, monkeypatch):
-    """Agents of a `vmap` with limits below, between and above the approx_kl of the minibatches.
-
-    As many steps are taken as there are minibatches before the first one above the limit.
-    """
+    """As many steps are taken as there are minibatches before the first one above the limit."""
     args = quick_args(script, num_minibatches=2, update_epochs=2, learning_rate=0.01)
     state, seen = initial(script, args), []
     ppo_loss = script.ppo_loss
@@ -561,12 +501,9 @@ def test_target_kl_skips_the_remaining_steps(script, monkeypatch):
     none, _, free = (jax.tree.map(lambda x: x[i], limited.params) for i in range(3))  # noqa: B023
     close(none, state.params, 0.0)
     close(free, expected.params, 1e-4, 1e-5)
-    counts = [
-        np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(limited.opt_state)
-        if "count" in jax.tree_util.keystr(path)
-    ]
-    assert counts and all((count == [0, 1, 4]).all() for count in counts)
+    arrays = script.named_arrays(limited.opt_state)
+    counts = [x.tolist() for name, x in arrays.items() if "count" in name]
+    assert counts and all(count == [0, 1, 4] for count in counts)
 
 
 @having("train")
@@ -581,9 +518,7 @@ def test_no_key_is_used_twice(script):
         jax.make_jaxpr(lambda key: script.evaluate(args, state.params, key))(jax.random.key(0))
 
 
-# --------------------------------------------------------------------------------------------------
-# Shuffling
-# --------------------------------------------------------------------------------------------------
+# --- Shuffling ---
 
 
 @once("random_permutations")
