@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import signal
@@ -17,12 +16,16 @@ from conftest import (
     MODULES,
     arrays_of,
     cached,
+    close,
     having,
     jit_args,
+    json_of,
+    numpy_ppo_loss,
     quick_args,
     run_main,
     run_of,
     scalars,
+    scipy_categorical,
     words_of,
 )
 
@@ -63,43 +66,15 @@ def first_agent(tree):
     return jax.tree.map(lambda x: x[0], tree)
 
 
-# --------------------------------------------------------------------------------------------------
-# EnvPool
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "game, num_steps", [("Breakout-v5", 2000), ("Pong-v5", 5000), ("Seaquest-v5", 2000)]
-)
-def test_xla_steps_equal_plain_steps(game, num_steps):
-    """The same seeds and actions: identical frames, rewards, flags, information."""
-    args = quick_args(script, env_id=game, max_episode_steps=27_000)
-    pools = [script.make_env(args).make_pool(np.array([7])) for _ in range(2)]
-    rng = np.random.default_rng(0)
-    shape = (num_steps // 250, 250, 1)
-    actions = rng.integers(pools[0].action_space.n, size=shape, dtype=np.int32)
-    obs, plain = pools[0].reset(), pools[1]
-    np.testing.assert_array_equal(obs[0], plain.reset()[0])
-    handle, _, _, step = pools[0].xla()
-    steps = jax.jit(lambda actions: jax.lax.scan(step, handle, actions)[1])
-    ended = 0
-    for chunk in actions:
-        theirs = jax.tree.map(lambda *x: np.stack(x), *[plain.step(action) for action in chunk])
-        jax.tree.map(np.testing.assert_array_equal, steps(chunk), theirs)
-        ended += theirs[2].sum()
-    assert ended > 3
+# --- EnvPool ---
 
 
 @pytest.mark.parametrize("limit", [20, 27_000, "life"])
 def test_rollout_equals_replay(limit):
-    """A rollout's actions again, through the plain interface: frames, flags, masks, statistics.
-
-    With the limit "life" a game is truncated by the very step that loses its first life.
-    """
-    args = quick_args(
-        script, num_envs=2, num_steps=300, total_timesteps=600, max_episode_steps=27_000
-    )
-    if limit == "life":
+    """A rollout's actions again, through the plain interface: frames, flags, masks, statistics."""
+    sizes = dict(num_envs=2, num_steps=300, total_timesteps=600, max_episode_steps=27_000)
+    args = quick_args(script, **sizes)
+    if limit == "life":  # truncated by the very step that loses the first one
         _, trajectory = play(args)
         limit = int(trajectory.terminated[0, :, 0].argmax()) + 1
     args = dataclasses.replace(args, max_episode_steps=limit)
@@ -126,10 +101,8 @@ def test_rollout_equals_replay(limit):
         score = score + valid * info["reward"]
         length = length + valid
         over = valid & (game_over | truncated)
-        last_score, last_length = (
-            np.where(over, score, last_score),
-            np.where(over, length, last_length),
-        )
+        last_score = np.where(over, score, last_score)
+        last_length = np.where(over, length, last_length)
         score, length = np.where(over, 0, score), np.where(over, 0, length)
         valid = ~(terminated | truncated)
         truncations += truncated.sum()
@@ -153,9 +126,8 @@ def test_rollout_equals_replay(limit):
 
 def invaders(evaluation):
     """(args, world, pool) with no-ops so long that some games end in those after a lost life."""
-    args = quick_args(
-        script, env_id="SpaceInvaders-v5", num_envs=2, num_steps=200, max_episode_steps=27_000
-    )
+    sizes = dict(num_envs=2, num_steps=200, max_episode_steps=27_000)
+    args = quick_args(script, env_id="SpaceInvaders-v5", **sizes)
     env, seeds = script.make_env(args), script.env_seeds(args, 2)
     env.options["noop_max"] = 1500
     return args, env, env.make_pool(seeds, evaluation)
@@ -222,10 +194,7 @@ def test_evaluation_of_games_that_end_unnoticed(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_agents_share_a_pool_but_not_their_games(backend, monkeypatch):
-    """Two agents in one pool: after one update the second one equals a run of its own.
-
-    Also batched over agents and with unrolled scans, as on a GPU.
-    """
+    """Two agents in one pool: after one update the second one equals a run of its own."""
     results = []
     for agents in (dict(num_seeds=2), dict(seed=2)):
         args = quick_args(script, **agents)
@@ -242,7 +211,7 @@ def test_agents_share_a_pool_but_not_their_games(backend, monkeypatch):
 
 
 def test_options_reach_the_emulators():
-    """Sticky actions change games; the full set has 18 actions; the time limit is one of games."""
+    """Sticky actions change games; the full set has 18 actions."""
     args = quick_args(script, num_envs=1, num_steps=64, max_episode_steps=27_000)
     sticky = dataclasses.replace(args, repeat_action_probability=0.9)
     frames = []
@@ -256,9 +225,7 @@ def test_options_reach_the_emulators():
     assert script.make_env(full).action_space.n == training_pool(full)[1].action_space.n == 18
 
 
-# --------------------------------------------------------------------------------------------------
-# Network
-# --------------------------------------------------------------------------------------------------
+# --- Network ---
 
 
 class PlainNatureCNN(nn.Module):
@@ -276,10 +243,9 @@ class PlainNatureCNN(nn.Module):
 @cached
 def initial_params():
     """{name: array} of a network for four actions."""
-    env = script.make_env(script.Args())  # Breakout
-    return jax.jit(functools.partial(script.init_agent, script.Args(), env=env))(jax.random.key(0))[
-        "params"
-    ]
+    args = script.Args()  # Breakout
+    init = functools.partial(script.init_agent, args, env=script.make_env(args))
+    return jax.jit(init)(jax.random.key(0))["params"]
 
 
 def random_frames(num):
@@ -336,18 +302,14 @@ def test_strides_that_products_do_not_support_are_refused():
         script.convolve(jnp.zeros((4, 84, 84, 2)), jnp.zeros((3, 3, 4, 8)), 2)
 
 
-# --------------------------------------------------------------------------------------------------
-# Masked transitions
-# --------------------------------------------------------------------------------------------------
+# --- Masked transitions ---
 
 
 @pytest.fixture(scope="module")
 def truncated_games():
     """(args, state, trajectory [T, N]) of games of at most 7 steps; one ends with the rollout."""
-    args = quick_args(
-        script, num_envs=4, num_steps=24, total_timesteps=960, max_episode_steps=7, clip_vloss=True
-    )
-    args = dataclasses.replace(args, num_minibatches=2, update_epochs=1, ent_coef=0.1)
+    args = quick_args(script, num_steps=24, total_timesteps=960, max_episode_steps=7)
+    args = dataclasses.replace(args, update_epochs=1, ent_coef=0.1, clip_vloss=True)
     state, trajectory = first_agent(play(args))
     assert not trajectory.valid[-1].any() and trajectory.truncated[-2].all()  # 24 = 3 * (7 + 1)
     return args, state, trajectory
@@ -452,21 +414,14 @@ def test_loss_equals_definition_over_valid_samples(norm_adv, clip_vloss):
     dist, new_value = script.forward(args, params, batch.obs)
     logits, new_value = np.asarray(dist.logits)[valid], np.asarray(new_value)[valid]
     kept = jax.tree.map(lambda x: np.asarray(x)[valid], batch)
-    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    ratio = p[np.arange(len(p)), kept.action] / np.exp(kept.log_prob)
-    advantage = kept.advantage
     if norm_adv:
+        advantage = kept.advantage
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    low, high = 1 - args.clip_coef, 1 + args.clip_coef
-    errors = (new_value - kept.target) ** 2
-    if clip_vloss:
-        near = np.clip(new_value, kept.value - args.clip_coef, kept.value + args.clip_coef)
-        errors = np.maximum(errors, (near - kept.target) ** 2)
-    policy_loss = -np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage).mean()
-    entropy = -(p * np.log(p)).sum(1).mean()
-    expected = policy_loss + args.vf_coef * 0.5 * errors.mean() - 0.1 * entropy
-    np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
-    clipfrac = np.mean((ratio < low) | (ratio > high))
+        kept = kept._replace(advantage=advantage)
+    log_prob, entropy = scipy_categorical(logits, kept.action)
+    expected = numpy_ppo_loss(args, log_prob, entropy, new_value, kept)
+    close((loss, metrics), expected, rtol=1e-4, atol=1e-5)
+    clipfrac = expected[1]["losses/clipfrac"]
     np.testing.assert_allclose(metrics["losses/clipfrac"], clipfrac, atol=1e-6)
 
 
@@ -500,11 +455,8 @@ def test_learning_rates_under_vmap(truncated_games):
     for k, rate in enumerate(rates):
         changed = dataclasses.replace(args, learning_rate=float(rate))
         alone, _ = jitted_learn(changed)(state, trajectory)
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x[k], y, 1e-4, 1e-5),  # noqa: B023
-            together.params,
-            alone.params,
-        )
+        ours = jax.tree.map(lambda x: x[k], together.params)  # noqa: B023
+        close(ours, alone.params, 1e-4, 1e-5)
 
 
 def test_target_kl_stops_at_the_first_minibatch_that_exceeds_it(truncated_games):
@@ -530,9 +482,7 @@ def test_target_kl_stops_at_the_first_minibatch_that_exceeds_it(truncated_games)
     assert np.isfinite(metrics["losses/grad_norm"])
 
 
-# --------------------------------------------------------------------------------------------------
-# Services
-# --------------------------------------------------------------------------------------------------
+# --- Services ---
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
@@ -540,24 +490,17 @@ def test_target_kl_stops_at_the_first_minibatch_that_exceeds_it(truncated_games)
     "mode, protocol, sticky, limit",
     [
         ("greedy", "whole-games", 0.0, 150),
-        ("sampled", "whole-games", 0.25, 150),
         ("sampled", "training", 0.25, 150),
         ("sampled", "training", 0.0, 27_000),
     ],
 )
 def test_evaluation_equals_replay_of_its_first_game(mode, protocol, sticky, limit, tmp_path):
     """Its recorded actions again, in colour: the same score and length; twice the same."""
-    args = quick_args(
-        script,
-        max_episode_steps=limit,
-        eval_mode=mode,
-        eval_protocol=protocol,
-        repeat_action_probability=sticky,
-    )
+    options = dict(eval_mode=mode, eval_protocol=protocol, repeat_action_probability=sticky)
+    args = quick_args(script, max_episode_steps=limit, **options)
     params = initial_agents(args).params
-    act = functools.partial(
-        script.jit_function(args, script.evaluation_actions), script.float_inputs(args)
-    )
+    actions = script.jit_function(args, script.evaluation_actions)
+    act = functools.partial(actions, script.float_inputs(args))
     evaluation, again = (script.evaluate(args, act, params) for _ in range(2))
     np.testing.assert_equal(tuple(evaluation), tuple(again))
     seeds = script.env_seeds(args, args.eval_episodes, script.EVALUATION)[:1]
@@ -627,9 +570,7 @@ def test_results_of_two_seeds_tell_mode_and_protocol(tmp_path, capsys):
     script.main(words_of(eval=run_dir, videos_dir=tmp_path / "videos"))
     out = capsys.readouterr().out
     assert out.count("2 greedy episodes: return_mean ") == 2
-    summary, evaluation = (
-        json.loads((run_dir / f"{name}.json").read_text()) for name in ("summary", "eval")
-    )
+    summary, evaluation = json_of(run_dir), json_of(run_dir, "eval")
     assert evaluation.pop("args")["eval_mode"] == "greedy"
     assert evaluation == {name: summary[name] for name in evaluation}
     assert evaluation["eval_mode"] == "greedy" and evaluation["eval_protocol"] == "whole-games"
@@ -658,36 +599,22 @@ def test_compilation_cache_is_off_for_pools(tmp_path, monkeypatch):
 def test_unknown_game_lists_near_names():
     with pytest.raises(script.UserError, match="Breakuot-v5.*Breakout-v5"):
         script.make_env(quick_args(script, env_id="Breakuot-v5"))
-    with pytest.raises(script.UserError, match="HalfCheetah-v4.*need an adapter"):
+    with pytest.raises(script.UserError, match="HalfCheetah-v4"):
         script.make_env(script.Args(env_id="HalfCheetah-v4"))
 
 
-@pytest.fixture
-def pools(monkeypatch):
-    """[(seeds, pool)] of all pools that `make_pool` makes; pools have a method `close`."""
-    made, make_pool = [], script.Atari.make_pool
-
-    class Closable:
-        def __init__(self, pool):
-            self.pool, self.closed = pool, 0
-
-        def __getattr__(self, name):
-            return getattr(self.pool, name)
-
-        def close(self):
-            self.closed += 1
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_pools_of_a_resumed_run(tmp_path, monkeypatch):
+    """Other seeds than before, which depend on the update. All pools are closed once."""
+    made, closed, make_pool = [], [], script.Atari.make_pool
 
     def recorded(env, seeds, *inputs, **options):
-        made.append((seeds.tolist(), Closable(make_pool(env, seeds, *inputs, **options))))
-        return made[-1][1]
+        pool = make_pool(env, seeds, *inputs, **options)
+        pool.close = functools.partial(closed.append, len(made))
+        made.append(seeds.tolist())
+        return pool
 
     monkeypatch.setattr(script.Atari, "make_pool", recorded)
-    return made
-
-
-@pytest.mark.filterwarnings("ignore:os.fork")
-def test_pools_of_a_resumed_run(pools, tmp_path, monkeypatch):
-    """Other seeds than before, which depend on the update. All pools are closed once."""
     monkeypatch.setattr(script.Atari, "video_fps", 30)
     run_dir = run_main(script, tmp_path, total_timesteps=16)  # one update
     (video,) = tmp_path.glob("videos/*/*.mp4")
@@ -696,25 +623,10 @@ def test_pools_of_a_resumed_run(pools, tmp_path, monkeypatch):
     for updates in (2, 3):
         words = words_of(resume=run_dir, total_timesteps=16 * updates)
         script.main([*words, f"--videos-dir={tmp_path}"])
-    trained = [set(seeds) for seeds, _ in pools[::3]]  # training, evaluation, video
-    assert len(pools) == 9 and len(set.union(*trained)) == sum(map(len, trained)) == 12
-    assert {tuple(seeds) for seeds, _ in pools[1::3]} == {tuple(pools[1][0])}
-    assert [pool.closed for _, pool in pools] == [1] * 9
-
-
-def test_failure_in_training_saves_what_was_learned(tmp_path, monkeypatch):
-    """An exception keeps its traceback; the run can be resumed."""
-    write = script.Logger.write
-
-    def fail_at_13(logger, update, metrics):
-        if update == 13:
-            raise ZeroDivisionError("of my own")
-        write(logger, update, metrics)
-
-    monkeypatch.setattr(script.Logger, "write", fail_at_13)
-    with pytest.raises(ZeroDivisionError, match="of my own"):
-        run_main(script, tmp_path)
-    assert 13 <= arrays_of(run_of(tmp_path))["update"] < 20
+    trained = [set(seeds) for seeds in made[::3]]  # training, evaluation, video
+    assert len(set.union(*trained)) == sum(map(len, trained)) == 12
+    assert made[1::3] == [made[1]] * 3
+    assert sorted(closed) == list(range(9)) == list(range(len(made)))
 
 
 @pytest.mark.parametrize("use", ["env_id", "eval"])
