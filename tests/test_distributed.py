@@ -1,14 +1,23 @@
 """Environments spread over devices and over processes: the same training, and one stop for all."""
 
 import functools
-import json
 import os
 import socket
 
 import jax
-import numpy as np
 import pytest
-from conftest import QUICK, arrays_of, having, quick_args, quick_words, run_of, scalars, start
+from conftest import (
+    QUICK,
+    arrays_of,
+    close,
+    having,
+    json_of,
+    quick_args,
+    quick_words,
+    run_of,
+    scalars,
+    start,
+)
 
 UPDATES = 6
 
@@ -21,10 +30,7 @@ def quick(script, **options):
 
 
 def start_two(script, folder, codes=(None, None), **options):
-    """Two processes, in folders of their own so that it shows who writes what.
-
-    `codes` are run instead of the script, see `start`.
-    """
+    """Two processes in folders of their own, so that it shows who writes what."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -43,13 +49,6 @@ def communicate(processes, timeout=300):
     """[(exit code, standard output, standard error)]; fails when one hangs."""
     texts = [process.communicate(timeout=timeout) for process in processes]
     return [(process.returncode, *text) for process, text in zip(processes, texts)]
-
-
-def assert_alike(ours, expected):
-    """Arrays of two checkpoints, up to rounding."""
-    assert ours.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_four_devices_train_as_one_does(script, tmp_path):
         options = dict(num_devices=devices, num_seeds=num_seeds, total_timesteps=steps)
         script.main(quick_words(script, folder, **options))
         arrays.append(arrays_of(run_of(folder)))
-    assert_alike(*arrays)
+    close(*arrays, rtol=1e-3, atol=1e-4)
     args = quick_args(script, num_devices=4, num_seeds=num_seeds)
     placed = script.state_shardings(script.make_mesh(args))
     state = jax.jit(functools.partial(script.init_states, args), out_shardings=placed)()
@@ -94,11 +93,11 @@ def test_first_process_writes_what_one_alone_would(script, together, tmp_path):
     left = {path.name for path in (together / "process_1").iterdir()}
     assert left == {f"{script.__name__}.py"}
     run_dir = run_of(together / "process_0")
-    assert json.loads((run_dir / "summary.json").read_text())["eval_episodes"]
+    assert json_of(run_dir)["eval_episodes"]
     assert len(scalars(run_dir)["losses/policy_loss"]) == UPDATES
     assert list((together / "process_0").glob("videos/*/*.gif"))
     script.main(quick_words(script, tmp_path, **quick(script)))
-    assert_alike(arrays_of(run_dir), arrays_of(run_of(tmp_path)))
+    close(arrays_of(run_dir), arrays_of(run_of(tmp_path)), rtol=1e-3, atol=1e-4)
 
 
 @having("join_processes")
