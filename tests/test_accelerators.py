@@ -1,8 +1,4 @@
-"""The scripts for accelerators, as far as a CPU tells: they can be lowered for GPUs and TPUs.
-
-Lowering writes a program down in XLA's language; nothing of it is compiled or run. `update` asks
-`jax.default_backend()` while it is traced, so that is what the tests change.
-"""
+"""The scripts for accelerators: their programs are lowered, not compiled, for GPUs and TPUs."""
 
 import functools
 
@@ -37,19 +33,14 @@ def equations(jaxpr):
 
 def update_of(script):
     """(update of K agents, shapes of its state, emulators that must stay alive)."""
-    # 512 samples are enough for a shuffle without a sort.
-    num_envs = 8 if hasattr(script, "start_episodes") else 512  # emulators take long to create
-    num_steps = 64 if hasattr(script, "start_episodes") else 16
-    args = quick_args(script, num_envs=num_envs, num_steps=num_steps, num_seeds=2)
+    args = quick_args(script, num_envs=8, num_steps=64, num_seeds=2)  # shuffled without a sort
     states = jax.eval_shape(functools.partial(script.init_states, args))
     if not hasattr(script, "start_episodes"):
         return functools.partial(script.update_seeds, args), states, None
     env = script.make_env(args)
-    pool = env.make_pool(script.env_seeds(args, num_envs))
-    states = jax.eval_shape(
-        lambda: script.start_episodes(args, env, pool, script.init_states(args))
-    )
-    return functools.partial(script.update, args, env, pool), states, pool
+    pool = env.make_pool(script.env_seeds(args, args.num_envs))
+    start = lambda: script.start_episodes(args, env, pool, script.init_states(args))
+    return functools.partial(script.update, args, env, pool), jax.eval_shape(start), pool
 
 
 @pytest.mark.quick
