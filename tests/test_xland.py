@@ -177,10 +177,7 @@ def test_usage_errors(task_file, tmp_path):
 
 
 def test_a_file_of_the_generator(task_file, tmp_path, capsys):
-    """XLand-MiniGrid's ruleset_generator.py also saves its flags, which are not arrays.
-
-    Of a large file the first tasks are used, with a message, or the task of --ruleset-id.
-    """
+    """It also has flags, no arrays; of a large one the first tasks are used, or --ruleset-id."""
     from xminigrid.benchmarks import load_bz2_pickle, save_bz2_pickle
 
     tasks = load_bz2_pickle(task_file)
