@@ -4,7 +4,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 import time
@@ -14,13 +13,12 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import QUICK, ROOT, arrays_of, environment, scalars, words_of
+from conftest import QUICK, ROOT, arrays_of, environment, json_of, scalars, words_of
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 FOLDER = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
-SMALL = "num_envs=4 num_steps=8 num_minibatches=1 update_epochs=1".split()
 
 
 def run(program, *words):
@@ -29,19 +27,6 @@ def run(program, *words):
     result = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
-
-
-def sps(folder, *words):
-    """The rows of a short measurement of sps.py, by name."""
-    run("sps", "--rounds", "1", "--seconds", "0.1", *words, "--out", folder / "out.json")
-    return {row["name"]: row for row in json.loads((folder / "out.json").read_text())["rows"]}
-
-
-def needs_history(commit="HEAD"):
-    """Skips where git does not know the scripts, say in an unpacked archive or shallow clone."""
-    show = ["git", "show", f"{commit}:ppo_cartpole_jax.py"]
-    if subprocess.run(show, cwd=ROOT, capture_output=True).returncode != 0:
-        pytest.skip("no history")
 
 
 @pytest.mark.quick
@@ -67,16 +52,18 @@ for program in programs:
     assert [usage.split("/")[-1] for usage in usages] == [f"{name}.py" for name in PROGRAMS]
 
 
-# --------------------------------------------------------------------------------------------------
-# Speed
-# --------------------------------------------------------------------------------------------------
+# --- Speed ---
 
 
 def test_sps(tmp_path):
     """A script's sizes grow by factors of four up to the largest one."""
-    rows = sps(tmp_path, *"--scaling num-seeds --largest 4".split(), *SMALL)
-    assert list(rows) == ["ppo_cartpole_jax num_seeds=1", "ppo_cartpole_jax num_seeds=4"]
-    assert all(row["sps"] > 0 and row["compile_seconds"] > 0 for row in rows.values())
+    sizes = "num_envs=4 num_steps=8 num_minibatches=1 update_epochs=1".split()
+    words = "--rounds 1 --seconds 0.1 --scaling num-seeds --largest 4".split()
+    run("sps", *words, *sizes, "--out", tmp_path / "out.json")
+    rows = json_of(tmp_path, "out")["rows"]
+    names = [row["name"] for row in rows]
+    assert names == ["ppo_cartpole_jax num_seeds=1", "ppo_cartpole_jax num_seeds=4"]
+    assert all(row["sps"] > 0 and row["compile_seconds"] > 0 for row in rows)
 
 
 def test_gpu_program(tmp_path):
@@ -165,7 +152,8 @@ def test_flags_without_tyro(name, monkeypatch):
 
 def test_compare(tmp_path):
     """A pair of short runs of a script and of the last commit's: medians and ratios."""
-    needs_history()
+    if subprocess.run(["git", "show", "HEAD"], cwd=ROOT, capture_output=True).returncode != 0:
+        pytest.skip("no history")  # an unpacked archive
     out = tmp_path / "out.json"
     words = ["--against", "HEAD", "--script", "ppo_cartpole_jax", "--pairs", 1, "--out", out]
     run("compare", *words, "--", *words_of(**QUICK["ppo_cartpole_jax"]))
@@ -179,27 +167,17 @@ def test_compare(tmp_path):
 
 @pytest.mark.quick
 def test_code_lines(monkeypatch):
-    """Blank lines, comments and docstrings are none; a section's add up to the script's."""
+    """Blank lines, comments and docstrings are none."""
     monkeypatch.syspath_prepend(str(FOLDER))
     code_lines = importlib.import_module("code_lines")
-    text = (
-        '"""Of a\nfile."""\n\n# x\nclass A:\n    """Of it."""\n    x = (\n        1\n    )  # 1\n'
-    )
+    text = '"""Of a\nfile."""\n\n# x\nclass A:\n    """Of it."""\n    x = (\n        1\n    )\n'
     assert code_lines.code_lines(text) == {5, 7, 8, 9}
     rule = "# ====\n"
-    assert code_lines.sections(f"import os\n{rule}# PPO: x\n{rule}x = 1\ny = 2\n") == {
-        "Imports": 1,
-        "PPO": 2,
-    }
-    needs_history()
-    for line in run("code_lines", "--against", "HEAD").splitlines()[: 2 * len(QUICK)]:
-        total, *parts = map(int, re.findall(r"(\d+)(?: code lines|[,)])", line))
-        assert total == sum(parts) > 700
+    sections = code_lines.sections(f"import os\n{rule}# PPO: x\n{rule}x = 1\ny = 2\n")
+    assert sections == {"Imports": 1, "PPO": 2}
 
 
-# --------------------------------------------------------------------------------------------------
-# Learning
-# --------------------------------------------------------------------------------------------------
+# --- Learning ---
 
 
 def test_default_runs(tmp_path):
@@ -252,10 +230,8 @@ def test_minigrid_ids(tmp_path):
     table = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert len(table) == 2 + 76 and len({line.count("|") for line in table}) == 1
     (line,) = (line for line in table if f"| {env_id} |" in line)
-    row = rows["long mission" + steps]
-    minutes = f"{row['train_seconds'] / 60:.0f}"
-    success = f"{row['success_rate']:.3f}"
-    assert f"| long mission, best of 2 | 16,384 | - | {minutes} | {success} |" in line
+    success = rows["long mission" + steps]["success_rate"]
+    assert f"| long mission, best of 2 | 16,384 | - | {success:.3f} |" in line
 
 
 def test_minigrid_ids_begins_with_weights(tmp_path, monkeypatch):
@@ -339,10 +315,7 @@ def write_events(path, first_step, start, values, tag="charts/episodic_return"):
 
 
 def test_atari_curves(tmp_path):
-    """A run whose first process was killed half an hour after its last checkpoint, after step 20.
-
-    TensorBoard's reader leaves out the same points.
-    """
+    """A run killed half an hour after its last checkpoint: the points of TensorBoard's reader."""
     pytest.importorskip("matplotlib")
     folder = tmp_path / "run"
     folder.mkdir()
