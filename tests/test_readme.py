@@ -3,7 +3,6 @@
 import ast
 import functools
 import itertools
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,16 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import LIGHT_COMPILATION, PLAIN_FUSIONS, QUICK_COMPILATION, ROOT, arrays_of, scalars
+from conftest import (
+    LIGHT_COMPILATION,
+    PLAIN_FUSIONS,
+    QUICK_COMPILATION,
+    ROOT,
+    arrays_of,
+    json_of,
+    run_of,
+    scalars,
+)
 
 import ppo_cartpole_jax
 import ppo_minigrid_rnn
@@ -52,12 +60,6 @@ def farama_snippet(run_dir):
     return block.replace('"benchmarks"', f'"{ROOT}/benchmarks"')
 
 
-def summary_of(folder):
-    """summary.json of the only run in a folder."""
-    (path,) = folder.glob("runs/*/summary.json")
-    return json.loads(path.read_text())
-
-
 def test_every_snippet_is_run():
     """The tests below run every snippet except one, which test_cartpole.py runs."""
     assert len(BLOCKS) == len(SOLVED) + len(LEARNED) + len(OTHERS) + 1
@@ -68,10 +70,11 @@ SOLVED = {  # words of the snippet: the smallest allowed greedy return
     "class ActorCritic(nn.Module)": 500,
     "losses/ratio_max": 500,
     "class Pendulum:": -200,
+    "class Spread:": 11,
 }
 LEARNED = {  # words of the snippet: the smallest allowed success rate
     "def t_maze_level": 0.95,
-    "class RepeatFirst": 0.95,
+    "class MemoryChain": 1.0,
 }
 OTHERS = """class Args(ppo.Args)|over_keys = jax.vmap|jax.sharding.Mesh|farama_success
     |init_with_statistics|warm_start""".split("|")
@@ -81,10 +84,9 @@ OTHERS = """class Args(ppo.Args)|over_keys = jax.vmap|jax.sharding.Mesh|farama_s
 def test_snippet_solves_its_task(words, tmp_path):
     """Default flags; the return of the greedy policy over 100 episodes."""
     run(snippet(words), tmp_path)
-    assert summary_of(tmp_path)["eval_return_mean"] >= SOLVED[words]
+    assert json_of(run_of(tmp_path))["eval_return_mean"] >= SOLVED[words]
     if words == "losses/ratio_max":
-        (run_dir,) = tmp_path.glob("runs/*")
-        values = [value for _, value in scalars(run_dir)["losses/ratio_max"]]
+        values = [value for _, value in scalars(run_of(tmp_path))["losses/ratio_max"]]
         # The mean of the ratios is about 1, their maximum over thousands of samples is not.
         assert len(values) == 244 and min(values) > 1 and max(values) > 1.2
 
@@ -93,14 +95,14 @@ def test_snippet_solves_its_task(words, tmp_path):
 def test_snippet_learns_its_level(words, tmp_path):
     """The success rate of the greedy recurrent agent."""
     run(snippet(words), tmp_path)
-    assert summary_of(tmp_path)["eval_success_rate"] >= LEARNED[words]
+    assert json_of(run_of(tmp_path))["eval_success_rate"] >= LEARNED[words]
 
 
 def test_new_flags(tmp_path):
     """New flags are parsed, used, saved and loaded on resume."""
     run(snippet("class Args(ppo.Args)"), tmp_path, QUICK_COMPILATION)
-    assert summary_of(tmp_path)["args"]["hidden"] == [32, 32]
-    (run_dir,) = tmp_path.glob("runs/*")
+    assert json_of(run_of(tmp_path))["args"]["hidden"] == [32, 32]
+    run_dir = run_of(tmp_path)
     resume = f'ppo.main(["--resume", "{run_dir}"])\n'
     block = re.sub(r"ppo\.main\(.*\)\n", resume, snippet("class Args(ppo.Args)"))
     assert "is finished" in run(block, tmp_path, QUICK_COMPILATION, fails=True)
@@ -117,9 +119,7 @@ def test_policy_in_faramas_environment(tmp_path):
     """An agent that was trained in the script's own Empty-5x5 solves Farama's."""
     words = "--env-id Empty-5x5 --num-envs 32 --total-timesteps 3e4"
     run(f"import ppo_minigrid_rnn as ppo\nppo.main({words.split()})", tmp_path)
-    (run_dir,) = tmp_path.glob("runs/*")
-    block = farama_snippet(run_dir)
-    assert run(block, tmp_path) == "success 1.00\n"
+    assert run(farama_snippet(run_of(tmp_path)), tmp_path) == "success 1.00\n"
 
 
 def test_seeds_over_devices(tmp_path):
@@ -134,9 +134,7 @@ def test_policy_with_a_mission_and_pixels_in_faramas_environment(tmp_path):
     words = "--env-id Fetch-5x5-N2 --img-obs --num-envs 4 --num-steps 8 --num-minibatches 1"
     words += " --total-timesteps 32 --eval-episodes 2 --rnn-hidden-dim 8 --head-hidden-dim 8"
     run(f"import ppo_minigrid_rnn as ppo\nppo.main({words.split()})", tmp_path, QUICK_COMPILATION)
-    (run_dir,) = tmp_path.glob("runs/*")
-    block = farama_snippet(run_dir)
-    block = block.replace("episodes=100", "episodes=3")
+    block = farama_snippet(run_of(tmp_path)).replace("episodes=100", "episodes=3")
     out = run(block, tmp_path, QUICK_COMPILATION)
     assert re.fullmatch(r"success [01]\.\d\d\n", out)
 
@@ -169,15 +167,14 @@ ppo.update_epochs = spy
     assert len(seen) == ours["params/obs/count"] == 1024
     np.testing.assert_allclose(ours["params/obs/mean"][0], seen.mean(0), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(ours["params/obs/var"][0], seen.var(0), rtol=1e-4)
-    results = [json.loads((half_run / f"{name}.json").read_text()) for name in ("summary", "eval")]
-    assert results[0]["per_seed"] == results[1]["per_seed"]
+    assert json_of(half_run)["per_seed"] == json_of(half_run, "eval")["per_seed"]
 
 
 def test_warm_start(tmp_path):
     """With a learning rate of 0 and fewer environments, the parameters do not change."""
     words = "--total-timesteps 8192 --eval-episodes 4".split()
     run(f"import ppo_cartpole_jax as ppo\nppo.main({words})", tmp_path, QUICK_COMPILATION)
-    (before,) = tmp_path.glob("runs/*")
+    before = run_of(tmp_path)
     block = snippet("warm_start").replace("runs/<run_name>", str(before))
     run(block.replace('"1e5"', '"512", "--learning-rate", "0"'), tmp_path, QUICK_COMPILATION)
     (after,) = tmp_path.glob("runs/*warm_start*")
