@@ -10,7 +10,6 @@
     python ppo_minigrid_rnn.py                            # solves Empty-8x8 in 35 s on two cores
     python ppo_minigrid_rnn.py --list-envs                # prints all 76 environments
     python ppo_minigrid_rnn.py --env-id DoorKey-8x8 --total-timesteps 4e6
-    python ppo_minigrid_rnn.py --num-envs 1024 --total-timesteps 2e6
     python ppo_minigrid_rnn.py --resume runs/<run_name>   # resumes an interrupted run, bit for bit
     python ppo_minigrid_rnn.py --eval runs/<run_name>     # evaluates a saved run, records a video
     # Memory tasks need more exploration.
@@ -26,9 +25,8 @@ The environments are the 76 ids of Farama's MiniGrid 3.x (https://minigrid.faram
 wave function collapse: same ids, encoding, rules, missions and distributions of levels. If random
 play hardly ever succeeds, benchmarks/minigrid_count_bonus.py adds an exploration bonus.
 
-These are the hyperparameters of XLand-MiniGrid's recurrent PPO. (Its agent observes codes as
-numbers and no direction, keeps its recurrent state across episodes, treats truncation as
-termination and has other initial gains.)
+These are the hyperparameters of XLand-MiniGrid's recurrent PPO. (In XLand-MiniGrid the recurrent
+state continues across episodes, and truncation counts as termination.)
 
     python ppo_minigrid_rnn.py --env-id Empty-6x6 --total-timesteps 5e6 --num-envs 8192 \
         --num-steps 16 --update-epochs 1 --num-minibatches 16 --gamma 0.99 --gae-lambda 0.95 \
@@ -37,19 +35,15 @@ termination and has other initial gains.)
 
 ppo_cartpole_jax.py explains PPO. Recurrence changes three things:
 
-- The agent sees a small part of the level and remembers the rest. So `forward` takes sequences and
-  a recurrent state.
-- Minibatches consist of whole environments, [T, M]. Gradients pass through all steps of a rollout,
-  but not beyond.
+- The agent sees only a part of the level, so `forward` takes sequences and a recurrent state.
+- Minibatches consist of whole environments, [T, M]. Gradients pass through the T steps only.
 - The value of a truncated episode's last observation depends on the agent's memory of this episode,
   so `rollout` returns both.
-
-The sections before "Running" train one agent. "Running" adds seeds, files and the command line.
 
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features, Y, X rows and
 columns, L stacked GRUs, H hidden units, U updates, E evaluation environments, C episodes of a
-trial, S steps of a video. In formulas A is the advantage; U and W are weights of the GRU.
+trial, S steps of a video.
 """
 
 import contextlib
@@ -157,8 +151,7 @@ class Args:
     head_hidden_dim: int = 64
     """units of the hidden layers of actor and critic"""
 
-    # Algorithm. Float flags and the seed are traced: new values need no recompilation, but no `if`
-    # can test them. Other flags are static. `total_timesteps` is a float, so that 1e6 parses.
+    # Algorithm. Float flags and the seed are traced: no `if` can test them. Other flags are static.
     total_timesteps: float = 300_000.0
     """environment steps per agent, rounded down to whole updates"""
     num_steps: int = 64
@@ -220,14 +213,11 @@ class Args:
 #     Catalogue     memory_end to draw_view
 # Rewrite: make_env, encode (see their docstrings). Keep: TrialState, Trials.
 
-# --- Cells and words ---
-
 RED, GREEN, BLUE, PURPLE, YELLOW, GREY = range(6)
-# A cell is one byte, kind + color: a third of the memory of Farama's (object, color, state). Kinds
-# are multiples of 8 below NUM_CELLS.
+# A cell is one byte, kind + color. Kinds are multiples of 8 below NUM_CELLS.
 UNSEEN, EMPTY, WALL, FLOOR, DOOR_OPEN, KEY, BALL, BOX, GOAL, LAVA = range(0, 80, 8)
 KEY_BOX, DOOR_CLOSED, DOOR_LOCKED = range(80, 104, 8)
-NUM_CELLS = 128  # number of values of a cell
+NUM_CELLS = 128
 
 
 class Kind(NamedTuple):
@@ -240,8 +230,8 @@ class Kind(NamedTuple):
     object: int  # Farama's code
     state: int = 0  # Farama's code of a door: open, closed, locked
     is_clear: bool = True  # light passes
-    can_enter: bool = False  # the agent can enter; `transition` handles goal and lava
-    can_carry: bool = False  # the agent can pick it up
+    can_enter: bool = False  # `transition` handles goal and lava
+    can_carry: bool = False
 
 
 KINDS = {
@@ -269,8 +259,8 @@ BLUE_BALL = BALL + BLUE
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # actions
 
 # Words that vary between the missions of an environment: a mission is a few indices into WORDS.
-# Colors and things are in the order of their codes. Append new words at the end. They widen a
-# layer, so saved agents that observe a mission no longer fit.
+# Colors and things are in the order of their codes. Append new words at the end. Saved agents that
+# observe a mission then no longer fit.
 COLOUR_WORDS = ["red", "green", "blue", "purple", "yellow", "grey"]
 THING_WORDS = ["key", "ball", "box"]
 VERB_WORDS = ["get a", "go get a", "fetch a", "go fetch a", "you must fetch a"]
@@ -310,7 +300,7 @@ def unpack(cells):
         for colour in range(8):
             seen_colour = GREY if kind == KEY_BOX else colour  # the contents are hidden
             table[kind + colour] = row.object, seen_colour, row.state
-    return at(table, cells)  # a look-up is cheaper than stacking three arrays
+    return at(table, cells)
 
 
 def at(table, index):
@@ -325,12 +315,10 @@ def put(grid, cells, value):
     return jnp.where(chosen, jnp.asarray(value, jnp.uint8), grid)
 
 
-# --- The view ---
-
-# The agent sees 7x7 cells. It stands in the middle of the last row and faces the first. Levels that
-# `see_through_walls` work with any odd VIEW; others require 7.
+# The agent sees 7x7 cells from the middle of the last row. Levels that `see_through_walls` work
+# with any odd VIEW; others require 7.
 VIEW = 7
-AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # the agent's cell, counted row by row
+AGENT_CELL = VIEW * (VIEW - 1) + VIEW // 2  # counted row by row
 TILE = 8  # pixels per cell in the view of --img-obs
 
 
@@ -340,8 +328,8 @@ def view_table(width, height):
     position_and_direction = np.arange(width * height * 4)[:, None]
     position, direction = position_and_direction // 4, position_and_direction % 4
     row, column = np.arange(VIEW**2) // VIEW, np.arange(VIEW**2) % VIEW
-    ahead = VIEW - 1 - row  # cells in front of the agent
-    aside = column - VIEW // 2  # cells to the agent's right
+    ahead = VIEW - 1 - row
+    aside = column - VIEW // 2  # to the right
     forward_x = np.array([1, 0, -1, 0])[direction]
     forward_y = np.array([0, 1, 0, -1])[direction]
     # y points down: a turn to the right maps the direction (x, y) to (-y, x).
@@ -382,9 +370,6 @@ def spread_light(clear, lit):
     return lit, lit_ahead
 
 
-# --- The environment ---
-
-
 class GridState(NamedTuple):
     """State of one environment. Its G cells are numbered row by row: y * width + x."""
 
@@ -402,13 +387,13 @@ class Level(NamedTuple):
 
     grid: jax.Array  # [G] uint8
     position: jax.Array  # the agent's cell
-    direction: jax.Array  # 0 right, 1 down, 2 left, 3 up
+    direction: jax.Array  # as in `GridState`
     marks: tuple = ()  # cells that the end rule uses, or those of the obstacles
     mission: tuple = ()  # indices into WORDS, to fill `MiniGrid.sentence`
 
 
 class Uniforms:
-    """Returns the random numbers of a level in order, each of them once.
+    """Returns the random numbers of a level, each of them once.
 
     >>> draw = Uniforms(np.array([0.1, 0.2, 0.3, 0.4]))
     >>> float(draw()), draw(3).tolist(), draw.count
@@ -417,7 +402,7 @@ class Uniforms:
 
     def __init__(self, numbers):
         self.numbers = numbers
-        self.count = 0  # numbers returned so far
+        self.count = 0
 
     def __call__(self, *shape):
         """The next numbers, an array of this shape; raises ValueError if there are too few."""
@@ -446,16 +431,15 @@ class MiniGrid:
     Dynamic-Obstacles has the actions 0 to 2. Walking into anything except the goal is a collision,
     which terminates the episode with reward -1. Playground has no goal.
 
-    The agent sees only the cells in front of it, up to walls and closed doors. The mission is a
-    sentence that states the task. Agents observe its variable words, as numbers, in the four
-    families that cannot be solved without them.
+    The mission is a sentence that states the task. The agent observes the words of the mission that
+    vary, but only in the four families that cannot be solved without them.
 
-    A new level is a function like `lava_gap_level` and a row in `TABLE`, see the section Catalogue.
-    Width, height and time limit are the same in all levels of an id. A smaller room occupies a
-    corner of the grid, as in `go_to_door_level`.
+    A new level is a function like `lava_gap_level` and a row in `TABLE`. Width, height and time
+    limit are the same in all levels of an id. A smaller room occupies a corner of the grid, as in
+    `go_to_door_level`.
 
-    Evaluation counts an episode as a success if its return is positive. A shaping reward would
-    distort this rate here: add it in `update`, as benchmarks/minigrid_count_bonus.py does.
+    A shaping reward in `step` would distort eval_success_rate. Add such a reward to the trajectory
+    of `rollout`, as benchmarks/minigrid_count_bonus.py does.
     """
 
     env_id: str
@@ -471,7 +455,7 @@ class MiniGrid:
     num_actions: int = 7
     code_sizes: tuple = CODE_SIZES
     can_pick_up: bool = True  # False: picking up counts as toggling, as in Memory
-    pixels: bool = False  # observe pixels instead of codes
+    pixels: bool = False
 
     def reset(self, key):
         """Samples an initial state from Farama's distribution of levels."""
@@ -512,7 +496,7 @@ class MiniGrid:
         cell = at(grid, front)
         kind, colour = kind_of(cell), colour_of(cell)
 
-        # --- What does the action do? ---
+        # --- Effects of the action ---
         hand_is_empty = state.carrying == EMPTY
         enters = (action == FORWARD) & are(cell, "can_enter")
         takes = (action == PICKUP) & are(cell, "can_carry") & hand_is_empty
@@ -524,7 +508,7 @@ class MiniGrid:
         toggled = jnp.where(kind == BOX, EMPTY, toggled)  # these boxes are empty
         toggled = jnp.where(kind == KEY_BOX, KEY + colour, toggled)
 
-        # --- The state after it ---
+        # --- Next state ---
         new_cell = jnp.where(drops, state.carrying, cell)
         new_cell = jnp.where(takes, EMPTY, new_cell)
         new_cell = jnp.where(action == TOGGLE, toggled, new_cell)
@@ -542,7 +526,7 @@ class MiniGrid:
             mission=state.mission,
         )
 
-        # --- Has the episode ended? ---
+        # --- Reward and termination ---
         success = (action == FORWARD) & (kind == GOAL)
         failure = (action == FORWARD) & (kind == LAVA)
         if self.end_rule is not None:
@@ -560,17 +544,14 @@ class MiniGrid:
         return after, reward.astype(jnp.float32), success | failure
 
     def move_obstacles(self, key, state):
-        """The obstacles' next cells [num_obstacles]; each moves to a random free cell around it.
-
-        Farama tries 101 random cells. The probability that all miss the only free one is below 1e-5
-        and is ignored here.
-        """
+        """The obstacles' next cells [num_obstacles]; each moves to a random free cell around it."""
         around = [y * self.width + x for y in (-1, 0, 1) for x in (-1, 0, 1)]
         around = np.array(around, np.int32)
         uniforms = jax.random.uniform(key, (self.num_obstacles,))
         grid = put(state.grid, state.position, GREY_WALL)  # the agent's cell is not free
         moved = []
         for old, uniform in zip(state.marks, uniforms, strict=True):
+            # Farama tries 101 random cells; all miss a free cell with a probability below 1e-5.
             free = at(grid, old + around) == EMPTY
             chosen = jnp.minimum(pick(uniform, free), len(around) - 1)  # 9 if none is free
             new = old + at(around, chosen)
@@ -583,12 +564,11 @@ class MiniGrid:
     def view(self, state):
         """The cells [7, 7] (row, column) of the agent's view; UNSEEN if hidden.
 
-        Rows run from far to near, columns from the agent's left to its right. The agent's cell, in
-        the middle of the last row, shows the carried object. Cells outside the grid look like
-        walls.
+        Rows run from far to near, columns from the agent's left to its right. The agent's cell
+        shows the carried object. Cells outside the grid look like walls.
 
-        A level of DoorKey (# wall, X locked door, K key, G goal) and the agent's view (? hidden):
-        the agent is in the top left corner of the grid and looks down, so the door is on its left.
+        A level (# wall, X locked door, K key, G goal) and the view (? hidden) of an agent that is
+        in the top left corner and looks down, with the door on the left:
 
         >>> env = find_env("DoorKey-5x5")
         >>> state = env.reset(jax.random.key(2))
@@ -610,8 +590,7 @@ class MiniGrid:
         ??X.#??
         ??#.#??
         """
-        # Cell 0 represents the cells outside the grid: it is a wall wherever they are visible. (In
-        # MultiRoom it is not, but cells outside the rooms are hidden.)
+        # Cell 0 represents the cells outside the grid: it is a wall wherever they are visible.
         shown = np.maximum(view_table(self.width, self.height), 0)
         cells = at(state.grid, at(shown, state.position * 4 + state.direction))  # [49]
         cells = jnp.where(np.arange(VIEW**2) == AGENT_CELL, state.carrying, cells)
@@ -620,9 +599,8 @@ class MiniGrid:
         if VIEW != 7:
             raise ValueError("levels that hide cells behind walls need a view of 7x7 cells")
 
-        # A row is 7 bits of an integer, see `spread_light`: four rows in the first integer, three
-        # in the second. With arrays of rows, XLA would recompute them on a CPU for every cell that
-        # reads them.
+        # Four rows in the first integer, three in the second, see `spread_light`. On a CPU, XLA
+        # would recompute an array of rows for every cell that reads it.
         rows_per_word = 4
         bits_per_word = rows_per_word * VIEW
         bit = np.arange(VIEW**2) % bits_per_word  # of each cell in its integer
@@ -695,25 +673,23 @@ class TrialState(NamedTuple):
     env_state: Any  # of the current episode
     start_state: Any  # initial state of every episode
     step_count: jax.Array  # [] int32, steps of the current episode
-    returns: jax.Array  # [C], of each episode so far
+    returns: jax.Array  # [C]
     episode: jax.Array  # [] int32, number of finished episodes
     restarted: jax.Array  # [] bool, whether the last step ended an episode
-    info: dict  # {name: []}, `metrics` after the last step, before any restart
+    info: dict  # {name: []}, see `metrics`
 
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
     """An environment whose episodes are trials: C consecutive episodes on the same level.
 
-    This is meta-reinforcement learning as in RL^2 (arXiv:1611.02779). Across trials, PPO trains the
-    weights. Within a trial the weights are fixed and the hidden state learns the level. Hidden
-    state, return and TD errors continue through the trial, so exploration in the first episode pays
-    if it improves later ones. All episodes of a trial have the same initial state. The observation
-    "restarted" marks a new episode. The trial terminates with its last episode, even at the time
-    limit. An environment with a PRNG key in its state replays the same noise in every episode.
+    This is meta-reinforcement learning as in RL^2 (arXiv:1611.02779): the hidden state learns the
+    level. Hidden state, return and TD errors continue through the trial, so exploration in the
+    first episode pays if it improves later ones. All episodes of a trial have the same initial
+    state. The trial terminates with its last episode, even at the time limit.
 
-    With C episodes of about n steps, gamma should be well above 1 - 1 / (C n). Gradients pass
-    through one rollout only, so remembering should pay within `num_steps` steps.
+    With C episodes of about n steps, gamma should be well above 1 - 1 / (C n). Remembering should
+    pay within the `num_steps` steps of a gradient.
     """
 
     env: Any
@@ -724,7 +700,6 @@ class Trials:
 
     @property
     def max_episode_steps(self):
-        """Maximum number of steps of a trial."""
         return self.num_episodes * self.env.max_episode_steps
 
     def reset(self, key):
@@ -759,7 +734,7 @@ class Trials:
         return after, reward, episode >= self.num_episodes
 
     def observe(self, state):
-        """The environment's observation and "restarted": whether the last step ended an episode."""
+        """The environment's observation and "restarted", see `TrialState`."""
         return {**self.env.observe(state.env_state), "restarted": state.restarted}
 
     def env_info(self, env_state):
@@ -778,10 +753,8 @@ class Trials:
 
 
 def full_id(text):
-    """The full id of an environment; "MiniGrid-" and the version may be omitted.
-
-    Without a version, the id is the newest one. If Farama has only -v0, -v1 also refers to it.
-    """
+    """The full id of an environment: adds "MiniGrid-" and Farama's newest version if missing."""
+    # If Farama has only -v0, -v1 also refers to it.
     name = f"MiniGrid-{text.removeprefix('MiniGrid-')}"
     for known in (name, f"{name}-v1", f"{name}-v0", name.removesuffix("-v1") + "-v0"):
         if known in ENVIRONMENTS:
@@ -854,9 +827,7 @@ class Categorical(NamedTuple):
 class Inputs(NamedTuple):
     """Inputs of the agent in T steps of M environments."""
 
-    # Input of `encode`. In MiniGrid {"image": [T, M, 7, 7, 3] uint8 (or [T, M, 56, 56, 3]),
-    # "direction": [T, M]}, for some ids "mission": [T, M, any], with `Trials` "restarted": [T, M].
-    obs: Any
+    obs: Any  # pytree of [T, M, ...], the input of `encode`; see `observe`
     prev_action: jax.Array  # [T, M, ...]
     prev_reward: jax.Array  # [T, M]
     start: jax.Array  # [T, M], whether the agent starts here without any memory
@@ -864,7 +835,7 @@ class Inputs(NamedTuple):
 
 CODE_LAYERS = [(16, 2, 1), (32, 2, 1), (64, 2, 1)]  # features, size and stride of each convolution
 PIXEL_LAYERS = [(16, 3, 2), (32, 3, 2), (32, 3, 2), (32, 3, 2)]
-MISSION_FEATURES = 32  # size of a mission's embedding, the sum over its words
+MISSION_FEATURES = 32  # size of a mission's embedding
 GRU_GAIN = 4.0  # views differ in few cells: large weights make this matter from the start
 
 
@@ -880,10 +851,7 @@ def orthogonal(gain):
 
 
 class Dense(nn.Module):
-    """A layer w x + b, [in, ...] -> [features, ...].
-
-    Features come first: on a CPU `w @ x` with a contiguous batch axis is faster than `x @ w`.
-    """
+    """A layer w x + b, [in, ...] -> [features, ...]; on a CPU faster than with features last."""
 
     features: int
     gain: float
@@ -899,12 +867,8 @@ class Dense(nn.Module):
 
 
 def patches(x, size, stride):
-    """Patches [F, Y, X, ...] -> [size * size * F, Y', X', ...], for convolutions as matrix
-    products.
-
-    XLA's gradient of a convolution inside `lax.scan` is a slow loop on a CPU; this one is twenty
-    times faster. With the batch last, each slice copies long contiguous runs.
-    """
+    """Patches [F, Y, X, ...] -> [size * size * F, Y', X', ...], for convolutions as products."""
+    # On a CPU XLA's gradient of a convolution inside `lax.scan` is twenty times slower.
     num_rows = (x.shape[1] - size) // stride + 1
     num_columns = (x.shape[2] - size) // stride + 1
     slices = []
@@ -917,11 +881,7 @@ def patches(x, size, stride):
 
 
 def one_hot_codes(x, sizes):
-    """One-hot encoding of codes, or of patches of codes; `sizes` are the numbers of values.
-
-    Patches [4 * 3, ...] give [4 * (11 + 6 + 3), ...] bool. Codes are categories: 6 (a ball) is not
-    twice 3 (floor).
-    """
+    """One-hot codes of patches; with CODE_SIZES [4 * 3, ...] -> [4 * (11 + 6 + 3), ...] bool."""
     rest = x.shape[1:]
     one_hot = []
     for code, num_values in enumerate(sizes):
@@ -959,11 +919,9 @@ class GRU(nn.Module):
         new   = tanh(W_n x + b_n + reset * (U_n h + c))
         h     = (1 - keep) * new + keep * h
 
-    At keep = 1 a unit passes on its content, and backwards in time its gradient, unchanged. With a
-    constant keep = s / (1 + s) it forgets in about s steps. The initial bias b_k = log(s), with s
-    uniform in [1, max_span], gives the units different time spans (arXiv:1804.11188). The gradient
-    of the loss at step t passes back through all earlier steps, up to the first step of the rollout
-    or the start of the episode.
+    At keep = 1 a unit passes on its content and its gradient unchanged. At keep = s / (1 + s) the
+    unit forgets in about s steps. The initial bias b_k = log(s), with s uniform in [1, max_span],
+    gives the units different time spans (arXiv:1804.11188).
     """
 
     size: int
@@ -1006,8 +964,7 @@ class GRU(nn.Module):
 def encode(args, env, obs):
     """Features [F, M, T] of the observations in `Inputs`, [T, M, ...]; may contain flax layers.
 
-    Rewrite it for other observations. Environments precede steps, so that their merged axis can be
-    sharded over devices.
+    Rewrite it for other observations. M precedes T, so that the merged axis can be sharded.
     """
     if not hasattr(env, "code_sizes"):
         raise TypeError("observations of other environments need another `encode`")
@@ -1047,13 +1004,10 @@ class ActorCritic(nn.Module):
     def __call__(self, inputs, rnn_state):
         """Policy, values [T, M] and recurrent states [T, M, L, H] after each step."""
         args = self.args
-
-        # --- Inputs of each step: [F, M, T] ---
         prev_action = embed_action(args, self.env, inputs.prev_action, inputs.start)
         prev_reward = jnp.where(inputs.start, 0.0, inputs.prev_reward).T[None]
         x = jnp.concatenate([encode(args, self.env, inputs.obs), prev_action, prev_reward])
 
-        # --- Memory ---
         outputs = []  # [H, M, T] of each layer
         for i in range(args.rnn_num_layers):
             gru = GRU(args.rnn_hidden_dim, args.num_steps, name=f"gru{i}")
@@ -1062,12 +1016,10 @@ class ActorCritic(nn.Module):
         rnn_states = jnp.stack(outputs).transpose(3, 2, 0, 1)
         x = sum(outputs)
 
-        # --- Actor and critic ---
         gain = math.sqrt(2)
         actor = jnp.tanh(Dense(args.head_hidden_dim, gain, name="actor_hidden")(x))
         critic = jnp.tanh(Dense(args.head_hidden_dim, gain, name="critic_hidden")(x))
-        # A small gain: with rare rewards the actor first learns from nothing but the critic's
-        # errors.
+        # A small gain: before the first reward, the actor learns only from the critic's errors.
         value = Dense(1, 0.01, name="critic")(critic)
         return action_dist(args, self.env, actor), value[0].T, rnn_states
 
@@ -1098,10 +1050,9 @@ def init_agent(args, key, env):
 def forward(args, params, inputs, rnn_state):
     """Policy, values [T, M] and recurrent states [T, M, ...] after each step of `Inputs` [T, M].
 
-    `rnn_state` [M, ...] is the state before the first step. `rollout` calls this with T = 1. The
-    loss calls it with all T steps, which gives the gradient through time; in all epochs it starts
-    from the `rnn_state` of the rollout. If `inputs.start` is set, hidden state, previous action and
-    previous reward belong to another level and are ignored.
+    `rnn_state` [M, ...] is the state before the first step. `rollout` calls `forward` with T = 1.
+    `ppo_loss` calls `forward` with all T steps, in every epoch from the `rnn_state` of the rollout.
+    Where `inputs.start` is set, recurrent state, previous action and reward are ignored.
     """
     if inputs.start.ndim != 2:
         raise ValueError(
@@ -1204,7 +1155,6 @@ class Transition(NamedTuple):
     log_prob: jax.Array  # [N]
     value: jax.Array  # [N]
     reward: jax.Array  # [N]
-    # Termination: no later rewards. Truncation: the critic estimates the later rewards.
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     info: dict  # {name: [N]}, the environment's `metrics`
@@ -1256,13 +1206,9 @@ def level_keys(key, envs):
 
 
 def reset_ended(env, key, done, env_state):
-    """Replaces the states [N] of environments that are `done` by levels of their `level_keys`.
-
-    A level takes longer than a step, and few episodes end in one step. So each iteration generates
-    a small number of levels, until all environments that are done have one.
-    """
+    """Replaces the states [N] of environments that are `done` by levels of their `level_keys`."""
     num_envs = done.size
-    num_levels = max(1, num_envs // 64)
+    num_levels = max(1, num_envs // 64)  # per iteration, because few episodes end in one step
 
     def any_left(carry):
         done, _ = carry
@@ -1320,11 +1266,10 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
     the last states of truncated episodes, one per window of `truncation_window` steps. It is
     undefined for windows without truncation.
 
-    The new level of environment n after step t depends on t and n only. A CPU generates levels on
-    demand, in `reset_ended`. An accelerator would wait at every step to decide whether that loop
-    continues. So it generates a level per step and environment in advance; most are never used. An
-    environment with `starts_per_update` has a pool of so many initial states on every platform.
-    Each new episode takes the next state of the pool, which repeats when it is used up.
+    A CPU generates new levels on demand, in `reset_ended`. An accelerator would wait for the
+    condition of that loop, so it generates the same levels in advance, one per step and
+    environment. An environment with `starts_per_update` has a pool of that many initial states on
+    every platform. Each new episode takes the next state of the pool, in a cycle.
     """
     # One split for all keys: each use of `jax.random` adds 10% to the compile time on a CPU.
     keys = jax.random.split(key, (args.num_steps, 2 + args.num_envs))
@@ -1407,10 +1352,8 @@ def rollout(args, env, params, env_state, agent_state, stats, key):
 def trajectory_values(args, env, params, trajectory, last_state, truncated_state):
     """Values of all observations and of their true successors, both [T, N].
 
-    The successor is the next step's observation; after the last step it is that of last_state =
-    (env_state, agent_state), [N]. A truncated episode uses its last observation and its memory,
-    from truncated_state [W, N, ...] of `rollout`. `compute_gae` ignores the successors of
-    terminated episodes.
+    The successor is the observation of the next step. After the last step it is from last_state =
+    (env_state, agent_state), [N]; after a truncation it is from truncated_state [W, N, ...].
     """
 
     def value_of(env_state, agent_state):  # of [N] -> [N]
@@ -1487,9 +1430,8 @@ def clipped_objective(ratio, advantage, clip_coef):
 def ppo_loss(args, params, batch):
     """The loss of a minibatch, a mean over samples; returns (loss [], metrics {tag: []}).
 
-    loss = policy loss + vf_coef * value loss - ent_coef * entropy, as in CartPole's script. Returns
-    of episodes lie in [-1, 1], so `clip_vloss` hardly slows the critic. Returns of trials may be
-    larger: try `--no-clip-vloss`.
+    Returns of episodes lie in [-1, 1], so `clip_vloss` hardly slows the critic. Returns of trials
+    may be larger: try `--no-clip-vloss`.
     """
     rnn_state = jax.tree.map(lambda x: x[0], batch.rnn_state)
     dist, value, _ = forward(args, params, batch.inputs, rnn_state)
@@ -1556,7 +1498,6 @@ def update_epochs(args, params, opt_state, batch, learning_rate, key):
             new = jax.tree.map(functools.partial(jnp.where, active), new, [params, opt_state])
         return (*new, active), metrics
 
-    # CartPole's script shuffles without a sort; here a sort takes little of the time.
     order = jnp.argsort(jax.random.bits(key, (args.update_epochs, args.num_envs), jnp.uint32))
     order = order.reshape(args.update_epochs * args.num_minibatches, -1)
     carry = params, opt_state, jnp.bool_(True)
@@ -1662,7 +1603,6 @@ def train(args, key):
 # Evaluation
 # ==================================================================================================
 
-
 VIDEO_STEPS = 1000  # maximum length of a video, in steps
 
 
@@ -1709,7 +1649,6 @@ def evaluate(args, params, key):
     steps = min(env.max_episode_steps, VIDEO_STEPS) if hasattr(env, "render") else 0
     states = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (steps + 1, *x.shape[1:])), start_state)
     carry = jnp.int32(0), playing, start_state, init_agent_state(args, num_envs), sums, states
-    # Stops once all episodes have ended.
     carry = jax.lax.while_loop(is_playing, env_step, carry)
     _, _, env_state, _, (returns, lengths, info), states = carry
     return Evaluation(
@@ -1792,10 +1731,7 @@ def state_shardings(mesh):
 
 
 def join_processes(args):
-    """Starts JAX's distributed runtime; returns the `Args` of this process.
-
-    All processes except the first one write to a temporary folder and print nothing.
-    """
+    """Starts JAX's distributed runtime; only the first process prints. Returns the new `Args`."""
     # JAX's preemption service would catch SIGTERM before `stop_signals`.
     jax.config.update("jax_enable_preemption_service", False)
     with user_errors("--distributed", ValueError):  # no cluster found
@@ -2290,7 +2226,7 @@ def main(words=None):
         return print_envs()
     if args.distributed:
         args = join_processes(args)  # before anything else that JAX does
-    env = make_env(args)  # raises `UserError` for an unknown id
+    env = make_env(args)
     if args.episodes_per_trial > 1 and not isinstance(env, Trials):
         raise UserError("--episodes-per-trial: `make_env` does not return `Trials`")
     use_compilation_cache()
@@ -2325,8 +2261,7 @@ def main(words=None):
 # Catalogue: levels, end rules, ids and drawing
 # ==================================================================================================
 
-# --- End rules: (env, before, action, after) -> (success, failure), after those of goal and lava.
-#     `action` is the executed one: TOGGLE instead of PICKUP in Memory ---
+# --- End rules, in addition to goal and lava; in Memory TOGGLE replaces the action PICKUP ---
 
 
 def memory_end(env, before, action, after):
@@ -2401,9 +2336,6 @@ def put_near_end(env, before, action, after):
 
 # --- Level generators: (env, draw: `Uniforms`) -> `Level` ---
 
-# Farama tries random cells until one fits. `random_cell` samples once from the cells that fit,
-# which gives the same distribution. Only `multi_room_level` tries, see its docstring.
-
 
 def below(uniform, n):
     """A random integer below n from a uniform number in [0, 1)."""
@@ -2434,6 +2366,7 @@ def pick(uniform, allowed):
 
 def random_cell(uniform, grid, region=True, taken=-1):
     """A random empty cell of a region (bool [G]), not `taken`; if none, G, which `put` ignores."""
+    # Farama tries cells until one fits, which gives the same distribution.
     return pick(uniform, (grid == EMPTY) & region & (np.arange(grid.size) != taken))
 
 
@@ -2533,16 +2466,10 @@ def dist_shift_level(env, draw, second_row):
 
 
 def crossing_level(env, draw, num_crossings, obstacle):
-    """Rivers of lava or wall, in even rows and columns; each has an opening.
-
-    The openings are along a random path that leads right and down to the goal, each at a random
-    place between the rivers already crossed and the next ones.
-    """
+    """Rivers of lava or wall, in even rows and columns; a random path to the goal has openings."""
     for_river, for_order, for_opening = draw(3, num_crossings)
     x, y = coordinates(env)
     lines = np.arange(2, env.width - 2, 2)  # possible places of rivers, in columns and in rows
-
-    # --- Rivers ---
     chosen = np.zeros(2 * len(lines), bool)
     for uniform in for_river:
         river = pick(uniform, ~chosen)
@@ -2552,7 +2479,6 @@ def crossing_level(env, draw, num_crossings, obstacle):
     in_row = (rows[None] & (y[:, None] == lines)).any(1)
     grid = put_goal(env, make_room(env, in_column | in_row, obstacle))
 
-    # --- Openings ---
     room_x, room_y = jnp.int32(0), jnp.int32(0)  # rivers left of and above the room
     for order, where in zip(for_order, for_opening, strict=True):
         columns_ahead = columns & (lines > room_x)  # not yet crossed
@@ -2672,7 +2598,6 @@ def key_corridor_level(env, draw):
     down_cells = pitch * (row[:, None] + 1) * env.width + np.array([[0, 2]]) * pitch + along[:, 2:]
     door_cells = jnp.concatenate([sideways_cells, down_cells], axis=1)
 
-    # --- The locked door, the ball behind it, and its key ---
     locked_row = below(for_lock, num_rows)
     colour = below(for_key_colour, 6)
     ball_colour, ball_x, ball_y = several_below(for_ball, 6, inside, inside)
@@ -2686,7 +2611,6 @@ def key_corridor_level(env, draw):
     is_start = is_hallway & (y >= top) & (y <= top + pitch)
     position, direction = random_agent(env, for_agent, grid, is_start)
 
-    # --- Opening times of the other doors ---
     is_bottom = row == num_rows - 1
     is_locked = row == locked_row
     is_above_locked = row + 1 == locked_row
@@ -2721,14 +2645,12 @@ def locked_room_level(env, draw):
     is_hallway = (x > left) & (x < right)
     grid = make_room(env, (x == left) | (x == right) | ((y % pitch == 0) & ~is_hallway))
 
-    # --- Rooms, counted row by row ---
-    room = np.arange(6)
-    room_left, room_top = room % 2 * right, room // 2 * pitch  # corners
+    room = np.arange(6)  # row by row
+    room_left, room_top = room % 2 * right, room // 2 * pitch
     locked_room = below(for_locked, 6)
     key_room = (locked_room + 1 + below(for_key, 5)) % 6
 
     def random_place(uniform, number):
-        """A random cell inside a room."""
         place_x, place_y = several_below(uniform, left - 1, pitch - 1)
         x, y = at(room_left, number) + 1 + place_x, at(room_top, number) + 1 + place_y
         return y * env.width + x
@@ -2766,7 +2688,7 @@ def playground_level(env, draw):
 
     position = random_cell(for_agent, grid)
     colours, kinds = several_below(for_object, 6, 3)
-    objects = KEY + 8 * kinds + colours  # key, ball or box
+    objects = KEY + 8 * kinds + colours
     for uniform, content in zip(for_cell, objects, strict=True):
         grid = put(grid, random_cell(uniform, grid, taken=position), content)
     return Level(grid, position, below(for_direction, 4))
@@ -2785,7 +2707,7 @@ def obstructed_maze_level(
     """Nine rooms with a blue ball behind locked doors in one of `num_quarters` corners.
 
     Doors connect the middle room with as many side rooms. Each side room has two locked doors,
-    maybe blocked by green balls, and contains their keys, optionally `hidden` in boxes. Without
+    maybe blocked by green balls, and contains the keys, maybe `hidden` in boxes. Without
     `keys_last` a ball may replace a key, as in Farama's -v0, and the level may be unsolvable.
     """
     for_colours, for_ball_corner, for_ball_place, for_agent = draw(4)
@@ -2815,7 +2737,6 @@ def obstructed_maze_level(
         return put(grid, door - ahead[direction], BALL + GREEN) if blocked else grid
 
     def with_key(grid, uniform, i, turn):
-        """Puts the key of this door into side room i."""
         key = (KEY_BOX if hidden else KEY) + colours[(i + turn) % 6]
         return put(grid, random_cell(uniform, grid, in_room(env, *side_rooms[i], pitch)), key)
 
@@ -2853,12 +2774,11 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     """A chain of rooms of random sizes joined by doors; agent in the first, goal in the last.
 
     Farama adds rooms, each with up to eight tries, and restarts until the chain is complete. The
-    same distribution results from the first complete one of `num_chains` parallel chains. If none
-    is complete, the longest one counts (probability below 4e-7 in `TABLE`, measured on a million
-    chains per id).
+    first complete one of `num_chains` parallel chains has the same distribution. If none is
+    complete, the longest one counts (probability below 4e-7 in `TABLE`).
     """
     num_tries = 8
-    sizes = max_size - 3  # number of sizes, 4 to `max_size`, walls included
+    sizes = max_size - 3  # from 4 to `max_size`, walls included
     for_left, for_top = draw(2, num_chains)
     for_tries = draw(3, num_rooms - 1, num_chains, num_tries)
     for_agent, for_direction, for_goal = draw(3)
@@ -2921,8 +2841,7 @@ def multi_room_level(env, draw, num_rooms, max_size, num_chains):
     number = jnp.arange(num_rooms - 1)
     _, (rooms, doors, is_whole) = jax.lax.scan(add_room, carry, (number, *for_tries))
 
-    # --- Draw the longest chain ---
-    chain = is_whole.sum(0).argmax()
+    chain = is_whole.sum(0).argmax()  # the longest
     length = 1 + is_whole[:, chain].sum()
     rooms = jax.tree.map(
         lambda first, more: jnp.append(first[chain], more[:, chain])[:, None], room, rooms
@@ -2952,7 +2871,7 @@ def fetch_level(env, draw, num_objects):
     for_agent, for_direction, for_target, for_verb = draw(4)
     for_object, for_cell = draw(2, num_objects)
     colours, kinds = several_below(for_object, 6, 2)
-    objects = KEY + 8 * kinds + colours  # key or ball
+    objects = KEY + 8 * kinds + colours
     grid = make_room(env)
     for uniform, content in zip(for_cell, objects, strict=True):
         grid = put(grid, random_cell(uniform, grid), content)
@@ -3033,7 +2952,6 @@ def put_near_level(env, draw, num_objects):
 
 
 # --- The ids ---
-
 
 variant = functools.partial  # a level generator with some options set
 
@@ -3200,7 +3118,7 @@ class Stroke(NamedTuple):
 
 
 WHOLE_TILE = Rectangle(0, 1, 0, 1, 1)
-LAVA_WAVES = [  # three waves of four strokes, down and up
+LAVA_WAVES = [
     Stroke(x, y + low, 0.2, 0.1 - 2 * low, 0.03, 0)
     for y in (0.3, 0.5, 0.7)
     for x, low in ((0.1, 0), (0.3, 0.1), (0.5, 0), (0.7, 0.1))
@@ -3249,7 +3167,7 @@ def covers(shape, x, y):
     if isinstance(shape, Rectangle):
         inside_x = (x >= shape.left) & (x <= shape.right)
         return inside_x & (y >= shape.top) & (y <= shape.bottom)
-    # The nearest point of the segment: the foot of the perpendicular, clipped to the ends.
+    # The distance to the nearest point of the segment
     length_squared = max(shape.run**2 + shape.rise**2, 1e-9)
     along = ((x - shape.x) * shape.run + (y - shape.y) * shape.rise) / length_squared
     along = np.clip(along, 0, 1)
@@ -3271,11 +3189,11 @@ def draw_tile(cell, direction, lit, size):
     else:
         colour = RGB[min(colour_of(cell), GREY)]  # `tile_rows` also draws colors 6 and 7
     image = np.zeros((pixels, pixels, 3), np.uint8)
-    image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # the grid lines
+    image[(x <= 0.031) | (y <= 0.031)] = RGB[GREY]  # grid lines
     for shape in PICTURES.get(kind, []):
         image[covers(shape, x, y)] = (shape.brightness * colour).astype(np.uint8)
     if direction is not None:
-        # A triangle in the agent's direction: rotates the pixels into the agent's frame.
+        # A triangle that points in the agent's direction
         cos, sin = [(1, 0), (0, 1), (-1, 0), (0, -1)][direction]
         ahead = 0.5 + cos * (x - 0.5) + sin * (y - 0.5)
         aside = np.abs(cos * (y - 0.5) - sin * (x - 0.5))
