@@ -868,7 +868,7 @@ class Dense(nn.Module):
 
 def patches(x, size, stride):
     """Patches [F, Y, X, ...] -> [size * size * F, Y', X', ...], for convolutions as products."""
-    # On a CPU XLA's gradient of a convolution inside `lax.scan` is twenty times slower.
+    # On a CPU, XLA's gradient of a convolution inside `lax.scan` is twenty times slower than this.
     num_rows = (x.shape[1] - size) // stride + 1
     num_columns = (x.shape[2] - size) // stride + 1
     slices = []
