@@ -2,7 +2,6 @@
 
     python benchmarks/gpu.py --out gpu.json                     # everything, at most 25 minutes
     python benchmarks/gpu.py --out gpu.json --minutes 9 --only correctness learning
-    python benchmarks/gpu.py --out gpu.json --minutes 9 --only speed
     python benchmarks/gpu.py --out gpu.json --only start solve environments --purejaxrl FOLDER
     python benchmarks/gpu.py --out trial.json --smoke           # tiny sizes, also on a CPU
 
@@ -18,14 +17,11 @@
 | solve        | seconds of a process until a task is solved, also for PureJaxRL and Rejax         |
 | environments | steps per second and return in Brax, MuJoCo Playground and Craftax                |
 
-- Each of the last three stages starts no process after five minutes. `start` and ours in `solve`
-  run two processes: with an empty and with a filled compilation cache.
-- `--only` selects measurements by parts of their names.
-- Results are added to an existing file. A failed measurement does not replace a successful one. Its
-  row contains the error; measurements without time left are "skipped".
+- Each of the last three stages starts no process after five minutes. `start` and our script in
+  `solve` run twice: with an empty and with a filled compilation cache.
+- Results are added to an existing file. A failed measurement does not replace a successful one.
 - Without a GPU the exit status is 3.
-- Required packages: JAX, NumPy, flax and optax (MiniGrid, Atari), EnvPool (Atari). Empty modules
-  replace missing packages that only write files; without_tyro/ replaces tyro.
+- Required packages: JAX, NumPy, flax and optax (MiniGrid, Atari), EnvPool (Atari).
 """
 
 import argparse
@@ -100,7 +96,7 @@ NUM_ENVS = {  # flags, numbers of environments
     MINIGRID: (sps.COMPARED[MINIGRID], (1024, 4096, 16_384)),
     ATARI: ({}, (8, 64, 256)),
 }
-PROCESSES = ("start", "solve", "environments")  # stages that start processes, five minutes each
+PROCESSES = ("start", "solve", "environments")  # stages of five minutes
 STARTED = {
     "CartPole": (CARTPOLE, {}),
     "MiniGrid DoorKey-6x6": (MINIGRID, dict(env_id="DoorKey-6x6")),
@@ -136,7 +132,7 @@ def stand_in_for_unused():
 
 
 def flags_of(choice, name, flags):
-    """Returns the flags, with tiny sizes for --smoke."""
+    """The flags, with tiny sizes for --smoke."""
     if not choice.smoke:
         return flags
     sizes = dict(num_envs=8, num_steps=8, num_minibatches=2, update_epochs=1, total_timesteps=128.0)
@@ -146,17 +142,10 @@ def flags_of(choice, name, flags):
 
 
 def words_of(flags):
-    """Returns command-line arguments."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
 
 
-# ==================================================================================================
-# Measurements
-# ==================================================================================================
-
-
 def device():
-    """Returns devices, driver and versions."""
     facts = {
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.local_devices()],
@@ -171,7 +160,7 @@ def device():
 
 
 def far_apart(ours, theirs):
-    """Returns the largest difference of two trees, relative for values above 1; NaN equals NaN."""
+    """The largest difference of two trees, relative for values above 1; NaN equals NaN."""
     largest = 0.0
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -183,10 +172,7 @@ def far_apart(ours, theirs):
 
 
 def like_cpu(choice, name):
-    """Compares three updates from the same state with those of a CPU; one update in Atari.
-
-    Each side is traced for its own platform. With --smoke the CPU also runs the GPU's version.
-    """
+    """Compares updates from the same state with those of a CPU, each traced for its platform."""
     script = importlib.import_module(name)
     args, state, update, envs = sps.prepare(
         script, **flags_of(choice, name, COMPARED_WITH_CPU[name])
@@ -279,28 +265,28 @@ def learning(choice, name, flags, aim):
 
 
 def speed(choice, name, flags):
-    """Returns steps per second, the median of several rounds."""
+    """Steps per second, the median of several rounds."""
     run, facts = sps.ours(name, **flags_of(choice, name, flags))
     rounds = [run() for _ in range(1 if choice.smoke else 5)]
     return {"flags": flags, "sps": statistics.median(rounds), "rounds": rounds} | facts
 
 
 def unroll(choice, name, steps, gae_steps):
-    """Measures default flags with these unroll factors; GAE's loop is the one with factor 16."""
+    """`speed` with these unroll factors; GAE's loop is the one with factor 16."""
     script = importlib.import_module(name)
     with mock.patch.object(script, "gpu_unroll", lambda own: gae_steps if own == 16 else steps):
         return speed(choice, name, {})
 
 
 def start_of(choice, name, flags):
-    """Measures the seconds until the first update with start.py."""
+    """The seconds until the first update, from start.py."""
     pair = start.pair(name, words_of(flags_of(choice, name, flags)))
     seconds = {kind: row["seconds"]["start"] for kind, row in pair.items()}
     return {"flags": flags, "seconds": seconds, "points": pair}
 
 
 def solve(choice, task, name):
-    """Measures the seconds until a library solves a task of time_to_solve.py."""
+    """The seconds until a library solves a task of time_to_solve.py."""
     wanted = argparse.Namespace(only=[name], xland=None, cleanrl=None, purejaxrl=choice.purejaxrl)
     with tempfile.TemporaryDirectory() as folder:
         command = time_to_solve.commands(wanted, task, 1, folder).get(name)
@@ -320,7 +306,7 @@ def solve(choice, task, name):
 
 
 def environment_row(choice, name, package, flags):
-    """Runs an adapter script of benchmarks/environments; returns values of its summary."""
+    """Values from the summary of an adapter script of benchmarks/environments."""
     if importlib.util.find_spec(package) is None:
         return {"skipped": f"{package} is not installed"}
     env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -369,13 +355,8 @@ def measurements(choice):
         yield f"environments {name}", row
 
 
-# ==================================================================================================
-# Main
-# ==================================================================================================
-
-
 def measure(choice, name, function):
-    """Returns the row of a measurement, also if it fails."""
+    """The row of a measurement, also if it fails."""
     if time.time() > choice.stage_end:
         return {"skipped": "no time was left"}
     if ATARI in name or "Atari" in name:
@@ -386,7 +367,7 @@ def measure(choice, name, function):
     start = time.time()
     try:
         row = function()
-    except (Exception, SystemExit) as error:  # continue with the next measurement
+    except (Exception, SystemExit) as error:
         lines = traceback.format_exc().splitlines()
         row = {"error": f"{type(error).__name__}: {error}"[-2000:], "traceback": lines[-20:]}
     return row | {"wall_seconds": time.time() - start}

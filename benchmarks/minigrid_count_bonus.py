@@ -4,9 +4,7 @@
         --num-envs 1024 --num-steps 64 --num-minibatches 8 --update-epochs 2 --gamma 0.99 \
         --gae-lambda 0.95 --norm-adv --ent-coef 0.01
 
-Accepts all flags of the script and `--int-coef`. `installed` replaces four names of the script:
-`Args`, `init_episode_stats` (adds the counts), `rollout` (adds the bonus to the rewards) and
-`update` (logs it as charts/intrinsic_reward).
+Accepts all flags of the script and `--int-coef`. charts/intrinsic_reward is the mean bonus.
 """
 
 import contextlib
@@ -23,9 +21,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import ppo_minigrid_rnn as script  # noqa: E402
 
-# Bits of a hash. A table takes 32 KiB per environment, also in checkpoints; an episode fills a few
-# hundred entries.
-HASH_BITS = 13
+HASH_BITS = 13  # a table of 32 KiB per environment, also in checkpoints
 
 
 @dataclasses.dataclass
@@ -39,25 +35,16 @@ class Args(script.Args):
 class Curiosity(NamedTuple):
     """The script's `EpisodeStats` with visit counts.
 
-    If only a long sequence of correct actions is rewarded, random play never finds the reward. A
-    bonus for novelty guides exploration until then:
-
         bonus_t = int_coef / sqrt(n(x_{t+1}))   if x_{t+1} is new in this episode, else 0
 
-    x is the cell in front of the agent and the object it carries (`at_hand`). n(x) is the number of
-    episodes with x, over all environments and all of training. The factor 1 / sqrt(n) follows the
-    decrease of uncertainty with the number of samples (Bellemare et al., arXiv:1606.01868), so the
-    bonus vanishes in the long run. Only the first visit in an episode counts. Otherwise the agent
-    would turn back and forth in front of a rare object (Raileanu & Rocktaeschel, arXiv:2002.12292;
-    Henaff et al., arXiv:2306.03236, compare both kinds of counts).
+    x is the cell in front of the agent and the object it carries (`at_hand`). Counts of whole views
+    would not work: levels are random, so nearly every view is new. n(x) is the number of episodes
+    with x in all environments since the start of training. The factor 1 / sqrt(n) is that of
+    Bellemare et al., arXiv:1606.01868. Only the first visit in an episode counts (arXiv:2002.12292,
+    arXiv:2306.03236). Otherwise the agent would turn back and forth in front of a rare object.
 
-    Counts of whole views would not work: levels are random, so nearly every view is new.
-
-    - A success ends the episode. If the remaining bonus of an episode exceeded the reward of a
-      success, the agent would avoid the goal.
     - n includes the episodes of the current update, so more environments reduce the bonus.
-    - The bonus is only part of the learner's reward: the agent does not observe it, and returns and
-      success rates exclude it.
+    - The agent does not observe the bonus. Returns and success rates exclude it.
     - The first observation of an episode has no bonus, because no action led to it.
     - In trials, "episode" means trial.
     """
@@ -68,12 +55,12 @@ class Curiosity(NamedTuple):
     last_length: jax.Array
     visits: jax.Array  # [2^HASH_BITS] int32, number of episodes with each entry
     last_episode: jax.Array  # [N, 2^HASH_BITS] int32, last episode with the entry
-    episode: jax.Array  # [N] int32, number of the current episode (or trial)
+    episode: jax.Array  # [N] int32, number of the current episode
     mean_bonus: jax.Array  # [N], in the last rollout
 
 
 def init_episode_stats(num_envs):
-    """Returns the initial `Curiosity` of N environments."""
+    """The initial `Curiosity` of N environments."""
     return Curiosity(
         *plain_init_episode_stats(num_envs),
         visits=jnp.zeros(2**HASH_BITS, jnp.int32),
@@ -84,10 +71,9 @@ def init_episode_stats(num_envs):
 
 
 def at_hand(env, obs):
-    """Returns the counted part of an observation: the cell in front of the agent and its own cell.
+    """The cell in front of the agent and the agent's cell: [2, codes], with --img-obs [16, 8, 3].
 
-    The shape is [2, codes], or [16, 8, 3] with --img-obs. In Farama's observations the agent's own
-    cell contains the carried object, in XLand-MiniGrid's it does not.
+    In MiniGrid the agent's cell shows the carried object, in XLand-MiniGrid it does not.
     """
     image = obs["image"]
     middle = image.shape[1] // 2
@@ -101,14 +87,12 @@ def at_hand(env, obs):
 
 
 def hash_things(things):
-    """Returns uint32 hashes [T, N] of arrays [T, N, ...].
+    """Hashes [T, N] uint32 of arrays [T, N, ...]: sums with random weights, modulo 2^32.
 
-    A hash is the sum of all entries, each multiplied by its own random constant, modulo 2^32. Any
-    number of its upper bits is also a hash (multiply-shift, Dietzfelbinger et al., 1997).
+    The upper bits are also a hash (multiply-shift, Dietzfelbinger et al., 1997).
     """
-    # The constants must never change, because checkpoints contain counts by hash. NumPy guarantees
-    # that for this legacy generator. With this seed the 874 possible pairs of cells in MiniGrid
-    # have different HASH_BITS.
+    # NumPy guarantees that the weights never change: checkpoints contain counts by hash. With this
+    # seed the upper bits of MiniGrid's 874 possible pairs of cells differ.
     rng = np.random.RandomState(109)
     things = things.astype(jnp.uint32).reshape(*things.shape[:2], -1)
     constants = rng.randint(2**32, size=things.shape[2], dtype=np.uint32)
@@ -116,10 +100,10 @@ def hash_things(things):
 
 
 def count_bonus(args, curiosity, things, start):
-    """Returns (curiosity, bonus [T, N]) of T steps in N environments, see `Curiosity`.
+    """Returns (curiosity, bonus [T, N]) of T steps in N environments.
 
-    `things` [T + 1, N, ...] are the counted parts of the observations before each step and after
-    the last one; `start` [T + 1, N] marks the first observation of an episode (or trial).
+    `things` [T + 1, N, ...] are from `at_hand`, before each step and after the last one. `start`
+    [T + 1, N] marks the first observation of an episode.
     """
     places = hash_things(things) >> (32 - HASH_BITS)
 
@@ -172,7 +156,7 @@ plain_update = script.update
 
 @contextlib.contextmanager
 def installed():
-    """Context manager: the script trains with the bonus."""
+    """In this context the script trains with the bonus."""
     names = [Args, init_episode_stats, rollout, update]
     with mock.patch.multiple(script, **{thing.__name__: thing for thing in names}):
         yield

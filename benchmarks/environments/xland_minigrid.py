@@ -4,10 +4,9 @@ r"""XLand-MiniGrid in the recurrent script: tasks whose rules the agent must dis
         --episodes-per-trial 4
     python benchmarks/environments/xland_minigrid.py --env-id XLand-MiniGrid-DoorKey-8x8
 
-Requires `pip install xminigrid==0.9.3`. `--benchmark-id` is the name of one of its benchmarks,
-which is downloaded, or a file that its generator or xland_tasks.py wrote. "XLand-" before the id of
-one of its ports of MiniGrid selects that port. To use it elsewhere, copy it next to
-ppo_minigrid_rnn.py and remove the line with sys.path.
+Requires `pip install xminigrid==0.9.3`. `--benchmark-id` is the name of a benchmark, which is
+downloaded, or a file that XLand-MiniGrid's generator or xland_tasks.py wrote. "XLand-" before a
+MiniGrid id selects XLand-MiniGrid's port.
 """
 
 import dataclasses
@@ -38,23 +37,17 @@ class XLand:
     """An environment of XLand-MiniGrid in the form of `ppo.MiniGrid`.
 
     A task is a ruleset: a goal, the objects of the level, and rules that replace objects when they
-    are close to each other or to the agent. The agent observes neither the rules nor the goal, only
-    the reward. In a trial it can discover them in the first episode and use them in the next ones.
-    (Here all episodes of a trial have the same positions. XLand-MiniGrid's own trainer samples new
-    ones.) https://github.com/dunnolab/xland-minigrid
+    are close to each other or to the agent. The agent observes neither the rules nor the goal. In a
+    trial the agent can discover both in the first episode. All episodes of a trial have the same
+    positions; XLand-MiniGrid's trainer samples new ones.
+    https://github.com/dunnolab/xland-minigrid
 
-    | what        | value                                                                        |
-    | ----------- | ---------------------------------------------------------------------------- |
-    | state       | its `TimeStep`, which contains the observation                               |
-    | observation | {"image": uint8 [view, view, 2], codes of object and color; "direction"}     |
-    | action      | 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle                  |
-    | reward      | 1 - 0.9 * step_count / max_episode_steps at the goal, else 0                 |
-    | terminated  | the goal is reached                                                          |
-    | start       | a ruleset (`--ruleset-id`, or a random one) and positions of its objects      |
+    - observation: {"image": uint8 [view, view, 2], codes of object and color; "direction"}
+    - action: 0 forward, 1 right, 2 left, 3 pick up, 4 put down, 5 toggle
+    - reward: 1 - 0.9 * step_count / max_episode_steps at the goal, else 0
     """
 
     def __init__(self, env_id, benchmark_id=None, ruleset_id=None):
-        """Raises `UserError` for invalid arguments."""
         import xminigrid  # creates arrays, so only after `jax.distributed.initialize`
         from xminigrid.core import constants
 
@@ -78,7 +71,6 @@ class XLand:
         self.code_sizes = (constants.NUM_TILES, constants.NUM_COLORS)
 
     def reset(self, key):
-        """Samples a start state."""
         ruleset_key, places_key = jax.random.split(key)
         params = self.params
         if self.benchmark is not None:
@@ -88,16 +80,13 @@ class XLand:
         return start.replace(state=start.state.replace(key=()))  # only for xminigrid's own resets
 
     def step(self, key, state, action):
-        """Returns (state, reward [], terminated [])."""
         after = self.env.step(self.params, state, action)  # the ruleset is in the state
         return after, after.reward, after.discount == 0
 
     def observe(self, state):
-        """The observation of a state."""
         return {"image": state.observation, "direction": state.state.agent.direction}
 
     def render(self, state):
-        """The image of the whole level, uint8."""
         from xminigrid.rendering.rgb_render import render
 
         return render(state.state.grid, state.state.agent, self.params.view_size, 320 // self.width)
@@ -107,10 +96,9 @@ MAX_RULESETS = 10_000  # constants of compiled functions, which a million would 
 
 
 def load_rulesets(benchmark_id, ruleset_id):
-    """Tasks of a benchmark or of a file: the one of `ruleset_id`, or the first MAX_RULESETS.
+    """The task `ruleset_id` of a benchmark or file, or the first MAX_RULESETS tasks.
 
-    Like xminigrid it unpickles the file, so the file must come from someone you trust. Raises
-    `UserError`.
+    Raises `UserError`. Unpickles the file, so the file must come from someone you trust.
     """
     from xminigrid import benchmarks
 
@@ -137,7 +125,7 @@ def load_rulesets(benchmark_id, ruleset_id):
 
 @functools.cache
 def find_xland(env_id, benchmark_id, ruleset_id):
-    """The `XLand` of these flags, read once."""
+    """The `XLand` of these flags."""
     # JAX may trace the first call; arrays that xminigrid keeps must not be tracers.
     with jax.ensure_compile_time_eval():
         return XLand(env_id, benchmark_id, ruleset_id)
