@@ -40,6 +40,8 @@ ppo_cartpole_jax.py explains PPO. Recurrence changes three things:
 - The value of a truncated episode's last observation depends on the agent's memory of this episode,
   so `rollout` returns both.
 
+The sections before "Running" train one agent. "Running" adds seeds, files and the command line.
+
 Axes in shape comments: K agents (seeds), T steps, N environments, M environments of a minibatch,
 W windows of steps (`truncation_window`), G cells of a grid, A actions, F features, Y, X rows and
 columns, L stacked GRUs, H hidden units, U updates, E evaluation environments, C episodes of a
@@ -686,7 +688,8 @@ class Trials:
     This is meta-reinforcement learning as in RL^2 (arXiv:1611.02779): the hidden state learns the
     level. Hidden state, return and TD errors continue through the trial, so exploration in the
     first episode pays if it improves later ones. All episodes of a trial have the same initial
-    state. The trial terminates with its last episode, even at the time limit.
+    state; a PRNG key in this state replays the same noise in every episode. The trial terminates
+    with its last episode, even at the time limit.
 
     With C episodes of about n steps, gamma should be well above 1 - 1 / (C n). Remembering should
     pay within the `num_steps` steps of a gradient.

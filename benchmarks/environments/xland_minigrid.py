@@ -6,7 +6,8 @@ r"""XLand-MiniGrid in the recurrent script: tasks whose rules the agent must dis
 
 Requires `pip install xminigrid==0.9.3`. `--benchmark-id` is the name of a benchmark, which is
 downloaded, or a file that XLand-MiniGrid's generator or xland_tasks.py wrote. "XLand-" before a
-MiniGrid id selects XLand-MiniGrid's port.
+MiniGrid id selects XLand-MiniGrid's port. To use it elsewhere, copy it next to ppo_minigrid_rnn.py
+and remove the line with sys.path.
 """
 
 import dataclasses
