@@ -6,7 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_of, words_of
 from scipy.special import expit
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "environments"))
@@ -131,3 +131,30 @@ def test_evaluation_equals_a_replay(agent):
         obs, reward, *_ = env.step(np.clip(action, -1, 1))
         total += reward
     assert evaluation.episode_return[0, 0] == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize("flags", [{"num_minibatches": 8}, {"hide": (2,)}])
+def test_flags_that_do_not_fit(flags):
+    """Minibatches of less than an environment; a component that the observation lacks."""
+    with pytest.raises(ppo.UserError, match=next(iter(flags)).replace("_", "-")):
+        recurrent.make_env(recurrent.Args(**SIZES | flags))
+
+
+def test_policy_of_the_page(agent, tmp_path):
+    """The steps of the page's `act` are those of the evaluation's first episode."""
+    words = words_of(**SIZES, total_timesteps=112, eval_episodes=3, eval_mode="greedy")
+    ppo.main([*words, "--runs-dir", f"{tmp_path}/runs", "--videos-dir", f"{tmp_path}/videos"])
+    page = (ROOT / "benchmarks" / "environments" / "README.md").read_text()
+    code = page.split("```python\n")[2].split("```")[0]
+    exec(code.replace("runs/<run_name>", str(run_of(tmp_path))), page := {})
+    env, total = gymnasium.make("Short-v0"), 0.0
+    obs, _ = env.reset(seed=int(ppo.env_seeds(page["args"], 3, ppo.EVALUATION)[0]))
+    hidden, start, done = np.zeros((1, 8), np.float32), np.ones(1, bool), False
+    while not done:
+        action, hidden = page["act"](obs[None], hidden, start)
+        obs, reward, done, _, _ = env.step(np.clip(action[0], -1, 1))
+        total, start = total + reward, np.zeros(1, bool)
+    args, params = ppo.load_run(run_of(tmp_path))
+    act = functools.partial(ppo.jit_function(args, ppo.evaluation_actions), ppo.float_inputs(args))
+    returns = ppo.evaluate(args, act, params).episode_return
+    assert returns[0, 0] == pytest.approx(total, abs=1e-4)

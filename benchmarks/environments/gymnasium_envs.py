@@ -49,7 +49,13 @@ class Args(control.Args):
     """step the environments in sequence, or each in its own process"""
     num_envs: int = 16
     num_steps: int = 128
+    num_minibatches: int = 32
+    update_epochs: int = 10
+    learning_rate: float = 3e-4
     gamma: float = 0.999
+    ent_coef: float = 0.0
+    activation: Literal["tanh", "relu"] = "tanh"
+    log_std_init: float = 0.0
 
 
 def make_seeded(env_id, seed, in_worker=False, **options):
@@ -130,7 +136,7 @@ class Gymnasium(control.Vectors):
         try:
             example, self.origin = example_of(args.env_id)
         except (gymnasium.error.Error, ImportError) as error:
-            hint = "the id of an environment that a module registers has the form module:id"
+            hint = "an id of your own has the form module:id, with its folder in PYTHONPATH"
             raise control.ppo.UserError(f"--env-id {args.env_id}: {error} ({hint})") from error
         self.observation_space = example.single_observation_space
         self.action_space = example.single_action_space

@@ -3,18 +3,20 @@
     python benchmarks/environments/recurrent.py --env-id Pendulum-v1 --hide 2
     python benchmarks/environments/recurrent.py --env-id Pong-v5 --num-envs 8 --total-timesteps 1e7
 
-Atari games are observed as single frames. Other ids are Gymnasium's. `--hide` removes components of
-the observation, for example velocities.
+Atari games are observed as single frames. Other ids are Gymnasium's; your own environment is
+`--env-id my_module:Mine-v0`, see gymnasium_envs.py. `--hide` removes components of the observation,
+for example velocities. Vector observations and their rewards are normalized by running statistics.
+Atari's flags, such as `--max-episode-steps`, have no effect on Gymnasium's environments.
 
 The hidden state is part of the environment's memory and of the observation {"obs", "hidden",
 "start"}. It is zero at the first observation of an episode and continues over updates. Minibatches
-contain whole environments, so gradients flow through all `--num-steps` steps of a rollout. The
-agent can learn to remember something for that many steps.
+contain whole environments, so `--num-minibatches` must divide `--num-envs`, and gradients flow
+through all `--num-steps` steps of a rollout.
 """
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import envpool
 import flax.linen as nn
@@ -34,7 +36,7 @@ class Args(ppo.Args):
     vectorization: Literal["sync", "async"] = "sync"
     """step Gymnasium's environments in sequence, or each in its own process"""
     env_id: str = "Pendulum-v1"
-    """an Atari game of EnvPool, or Gymnasium's name of an environment"""
+    """an Atari game of EnvPool, or an id of Gymnasium; module:id imports the module first"""
     exp_name: str = pathlib.Path(__file__).stem
     hide: tuple[int, ...] = ()
     """components of the observation vector that the agent does not see"""
@@ -65,6 +67,13 @@ class Frames(ppo.Atari):
 
 class Vectors(gymnasium_envs.Gymnasium):
     """Gymnasium environments without the components `--hide`."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        example = jax.tree.map(lambda x: np.zeros_like(x)[None], self.observation_space.sample())
+        size = control.flatten(self.observation_space, example).shape[1]
+        if any(i not in range(-size, size) for i in args.hide):
+            raise ppo.UserError(f"--hide {args.hide}: observations have {size} components")
 
     def start(self, obs, info):
         obs, memory = super().start(obs, info)
@@ -99,7 +108,9 @@ def with_hidden_state(env_class):
 
 
 def make_env(args):
-    """The environments to play."""
+    """The environments to play. Raises `UserError` for flags that do not fit."""
+    if args.num_envs % args.num_minibatches:
+        raise ppo.UserError("--num-minibatches must divide --num-envs")
     import_path, _, _ = envpool.registration.registry.specs.get(args.env_id, ("", "", ""))
     is_atari = import_path == "envpool.atari"
     return with_hidden_state(Frames if is_atari else Vectors)(args)
@@ -137,8 +148,7 @@ class Network(nn.Module):
         return out[0], out[1][..., 0], last
 
 
-@dataclasses.dataclass
-class Policy:
+class Policy(NamedTuple):
     """A distribution, with the hidden state after the observation."""
 
     dist: Any
