@@ -21,26 +21,24 @@ from packaging.version import Version
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # bit-for-bit comparisons hold on a CPU
-# XLA writes its fusions down directly instead of through MLIR: half of the time to compile.
+# Fusions without MLIR compile in half the time. JAX 0.11.1 and later have only MLIR.
 PLAIN_FUSIONS, USUAL_COMPILATION = "", {"xla_backend_optimization_level": 3}
-if Version(importlib.metadata.version("jax")) < Version("0.11.1"):  # later ones know only MLIR
+if Version(importlib.metadata.version("jax")) < Version("0.11.1"):
     PLAIN_FUSIONS = " --xla_cpu_use_fusion_emitters=false"
     USUAL_COMPILATION["xla_cpu_use_fusion_emitters"] = True
-# A fifth of it: LLVM optimises nothing, either. What must hold for programs as users compile them
-# asks for that.
+# Without LLVM's optimizations a fifth of the time. Tests of users' settings ask for those.
 QUICK_COMPILATION = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 QUICK_COMPILATION += PLAIN_FUSIONS
-# Sooner on one core than as users compile; programs train about as fast.
+# Compiles faster than users' settings; training is about as fast.
 LIGHT_COMPILATION = " --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4" + QUICK_COMPILATION
-# What one test or process has compiled the others load: most of the time would be compilation.
+# All tests and processes share compiled functions.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get it from the process that starts them
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 sys.path.insert(0, str(ROOT))
-# Processes of pytest-xdist have a core each, where there is more than one: threads that wait for
-# each other's cores took 8% of the time of `-m quick`.
+# Each process of pytest-xdist has its own core, which saves 8% of the time of `-m quick`.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
@@ -73,10 +71,10 @@ QUICK = {
 MODULES = [importlib.import_module(name) for name in QUICK]
 
 
-# Files in the order in which they are begun: long tests first, so that no process ends early.
-ORDER = """readme distributed processes parallel benchmarks atari replacements swingup cli
-    minigrid_rnn minigrid_count_bonus accelerators xland ppo cartpole minigrid_env minigrid_envpool
-    same_text""".split()
+# Files in the order of their start: long tests first, so that no process ends early.
+ORDER = """readme distributed processes benchmarks atari replacements swingup cli minigrid_rnn
+    minigrid_count_bonus accelerators xland ppo cartpole minigrid_env minigrid_envpool same_text"""
+ORDER = ORDER.split()
 # Files whose tests share neither fixtures nor caches.
 INDEPENDENT = ["readme", "benchmarks", "accelerators", "replacements"]
 
@@ -111,9 +109,6 @@ def pytest_xdist_make_scheduler(config, log):
             return f"{path} {shared[0]}" if shared else path
 
     return Scheduling(config, log)
-
-
-# --- Which scripts a test runs with ---
 
 
 @pytest.fixture(scope="session", params=MODULES, ids=lambda module: module.__name__)

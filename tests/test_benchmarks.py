@@ -166,17 +166,6 @@ def test_compare(tmp_path):
 
 
 @pytest.mark.quick
-def test_code_lines(monkeypatch):
-    """Blank lines, comments and docstrings are none."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    code_lines = importlib.import_module("code_lines")
-    text = '"""Of a\nfile."""\n\n# x\nclass A:\n    """Of it."""\n    x = (\n        1\n    )\n'
-    assert code_lines.code_lines(text) == {5, 7, 8, 9}
-    rule = "# ====\n"
-    sections = code_lines.sections(f"import os\n{rule}# PPO: x\n{rule}x = 1\ny = 2\n")
-    assert sections == {"Imports": 1, "PPO": 2}
-
-
 # --- Learning ---
 
 

@@ -112,12 +112,17 @@ def test_loss_sees_the_sequences_of_the_rollout(agent, monkeypatch):
         np.testing.assert_allclose(value, 0.0, atol=1e-5)
 
 
+def evaluated(args, params):
+    """The `Evaluation` of a policy."""
+    act = functools.partial(ppo.jit_function(args, ppo.evaluation_actions), ppo.float_inputs(args))
+    return ppo.evaluate(args, act, params)
+
+
 def test_evaluation_equals_a_replay(agent):
     """Returns of `evaluate` are those of its actions in the same environments."""
     args = recurrent.Args(**SIZES, eval_episodes=3, eval_mode="greedy")
     params = ppo.init_states(args).params
-    act = functools.partial(ppo.jit_function(args, ppo.evaluation_actions), ppo.float_inputs(args))
-    evaluation = ppo.evaluate(args, act, params)
+    evaluation = evaluated(args, params)
     assert (evaluation.episode_length == 5).all() and len(evaluation.actions) == 5
     env, net = gymnasium.make("Short-v0"), jax.tree.map(np.asarray, params)["network"]["params"]
     net = jax.tree.map(lambda x: x[0], net)
@@ -154,7 +159,5 @@ def test_policy_of_the_page(agent, tmp_path):
         action, hidden = page["act"](obs[None], hidden, start)
         obs, reward, done, _, _ = env.step(np.clip(action[0], -1, 1))
         total, start = total + reward, np.zeros(1, bool)
-    args, params = ppo.load_run(run_of(tmp_path))
-    act = functools.partial(ppo.jit_function(args, ppo.evaluation_actions), ppo.float_inputs(args))
-    returns = ppo.evaluate(args, act, params).episode_return
-    assert returns[0, 0] == pytest.approx(total, abs=1e-4)
+    evaluation = evaluated(*ppo.load_run(run_of(tmp_path)))
+    assert evaluation.episode_return[0, 0] == pytest.approx(total, abs=1e-4)

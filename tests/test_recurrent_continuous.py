@@ -20,8 +20,7 @@ SIZES = dict(num_envs=2, num_steps=6, num_minibatches=1, rnn_hidden_dim=8, head_
 @pytest.fixture
 def agent(monkeypatch):
     """The recurrent script with the parts of the adapter."""
-    names = "Args make_env encode action_dist embed_action init_agent_state".split()
-    for name in names:
+    for name in "Args make_env encode action_dist embed_action init_agent_state".split():
         monkeypatch.setattr(ppo, name, getattr(adapter, name))
     return adapter.Args(**SIZES)
 
@@ -40,16 +39,11 @@ def test_pendulum_equals_gymnasium():
         assert not terminated
 
 
-def test_the_agent_sees_what_is_not_hidden(agent):
-    """Without its velocity, an observation of the pendulum is cosine and sine."""
-    env = ppo.make_env(agent)
+def test_steps_equal_a_sequence(agent):
+    """Without velocity, steps give what the sequence gives; a start ignores the past."""
+    env, rng = ppo.make_env(agent), np.random.default_rng(0)
     state = adapter.PendulumState(np.float32(1.0), np.float32(5.0))
     np.testing.assert_allclose(env.observe(state), [np.cos(1.0), np.sin(1.0)], rtol=1e-6)
-
-
-def test_steps_equal_a_sequence(agent):
-    """Step by step, `forward` gives what it gives for all steps; a start ignores the past."""
-    env, rng = ppo.make_env(agent), np.random.default_rng(0)
     params = ppo.init_agent(agent, jax.random.key(0), env)
     inputs = ppo.Inputs(
         obs=rng.normal(size=(6, 2, 2)).astype(np.float32),
@@ -64,7 +58,6 @@ def test_steps_equal_a_sequence(agent):
         now = jax.tree.map(lambda x: x[t], inputs)  # noqa: B023
         if t == 3:  # what precedes a start does not matter
             rnn_state = rnn_state.at[1].set(7.0)
-            now = now._replace(prev_action=now.prev_action + np.array([[0.0], [1.0]]))
         one, one_value, rnn_state = ppo.forward_step(agent, params, now, rnn_state)
         np.testing.assert_allclose(one.mean, dist.mean[t], atol=1e-6)
         np.testing.assert_allclose(one_value, value[t], atol=1e-6)
