@@ -1,4 +1,4 @@
-"""Compares the returns of mujoco_envpool.py with CleanRL's documentation.
+"""Compares the returns of mujoco_envpool.py with published ones.
 
     for seed in 1 2 3; do
         for id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 InvertedPendulum-v4 Humanoid-v4 Pusher-v4; do
@@ -6,12 +6,13 @@
                 --eval-episodes 100
         done
     done
-    python benchmarks/compare_mujoco.py runs/*-v4__mujoco_envpool__* --commit 559d298
+    python benchmarks/compare_mujoco.py runs/*__mujoco_envpool__*
 
 Reads summary.json of every run, writes benchmarks/results/mujoco.json and prints a table: mean and
-standard deviation over seeds of the return of sampled episodes after training. CleanRL's numbers
-are those of its page on ppo_continuous_action.py (one million steps, three seeds). `--cleanrl` adds
-runs of that script on this machine, with the mean of the last 100 training episodes:
+standard deviation over seeds of the return of sampled episodes after training. All runs must have
+the same flags except for id and seed. The columns RL Zoo and CleanRL contain the figures of their
+documentation. `--cleanrl` adds runs of CleanRL's script on this machine, with the mean of the last
+100 training episodes:
 
     python cleanrl/ppo_continuous_action.py --env-id Humanoid-v4 --seed 1  # in a clone of CleanRL
     ... --cleanrl CLONE/runs/Humanoid-v4__ppo_continuous_action__*
@@ -29,14 +30,25 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "mujoco.json"
-CLEANRL = {  # mean and standard deviation, docs/benchmark/ppo_continuous_action.md at fe8d8a0
-    "HalfCheetah-v4": (1442.64, 46.03),
-    "Hopper-v4": (2382.86, 271.74),
-    "Walker2d-v4": (2287.95, 571.78),
-    "InvertedPendulum-v4": (963.09, 22.20),
-    "Humanoid-v4": (716.11, 49.08),
-    "Pusher-v4": (-40.38, 7.15),
+ENVIRONMENTS = """HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4 Swimmer-v4 InvertedPendulum-v4
+    InvertedDoublePendulum-v4 Humanoid-v4 Pusher-v4 BipedalWalker-v3 CheetahRun-v1""".split()
+CLEANRL = {  # docs/benchmark/ppo_continuous_action.md at fe8d8a0, a million steps, three seeds
+    "HalfCheetah-v4": "1,443 ± 46",
+    "Hopper-v4": "2,383 ± 272",
+    "Walker2d-v4": "2,288 ± 572",
+    "InvertedPendulum-v4": "963 ± 22",
+    "Humanoid-v4": "716 ± 49",
+    "Pusher-v4": "-40 ± 7",
 }
+RL_ZOO = {  # benchmark.md of RL Baselines3 Zoo: flags tuned for each task, one run
+    "HalfCheetah-v4": "5,819",
+    "Hopper-v4": "2,410",
+    "Walker2d-v4": "3,479",
+    "Ant-v4": "1,327",
+    "Swimmer-v4": "282",
+    "BipedalWalker-v3": "213 (5 million steps)",
+}
+OWN = "env_id seed exp_name runs_dir videos_dir resume eval".split()  # flags that may differ
 
 
 def read_run(summary):
@@ -59,27 +71,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("runs", nargs="+", type=pathlib.Path)
     parser.add_argument("--cleanrl", nargs="*", type=pathlib.Path, default=[])
-    parser.add_argument("--commit", help="commit of the runs")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
     files = [folder / "summary.json" for folder in choice.runs]
     summaries = [json.loads(file.read_text()) for file in files if file.exists()]
+    flags = [{k: v for k, v in x["args"].items() if k not in OWN} for x in summaries]
+    if any(x != flags[0] for x in flags):
+        parser.error("the runs differ in more than environment and seed")
     versions = {name: importlib.metadata.version(name) for name in ("envpool", "gymnasium")}
     versions |= {"python": platform.python_version(), "jax": summaries[0]["jax_version"]}
-    flags = summaries[0]["args"]  # the same for all runs
     results = {
-        "command": "python benchmarks/environments/mujoco_envpool.py --env-id ID --seed SEED "
-        f"--eval-episodes 100 --num-envs {flags['num_envs']} --num-steps {flags['num_steps']}",
-        "commit": choice.commit,
+        "command": "python benchmarks/environments/mujoco_envpool.py --env-id ID --seed SEED",
+        "flags": flags[0],
         "date": datetime.date.today().isoformat(),
         "device": f"{summaries[0]['device']}, {platform.machine()}, {os.cpu_count()} cores",
         "versions": versions,
         "environments": {},
     }
-    print("| environment | ours | CleanRL | seeds | steps | minutes |")
+    print("| environment | ours | returns of seeds | RL Zoo | CleanRL | seconds |")
     print("| --- | --- | --- | --- | --- | --- |")
     cleanrl_runs = [read_cleanrl(folder) for folder in choice.cleanrl]
-    for env_id, cleanrl in CLEANRL.items():
+    for env_id in ENVIRONMENTS:
         runs = [read_run(x) for x in summaries if x["args"]["env_id"] == env_id]
         runs.sort(key=lambda run: run["seed"])
         if not runs:
@@ -88,17 +100,16 @@ def main():
         results["environments"][env_id] = {
             "return_mean": returns.mean(),
             "return_std": returns.std(),
-            "cleanrl_return_mean": cleanrl[0],
-            "cleanrl_return_std": cleanrl[1],
             "runs": runs,
             "cleanrl_runs": [run for of, run in cleanrl_runs if of == env_id],
         }
-        minutes = np.mean([run["wall_seconds"] for run in runs]) / 60
+        seconds = np.median([run["wall_seconds"] for run in runs])
+        each = ", ".join(f"{x:,.0f}" for x in returns)
+        peers = f"{RL_ZOO.get(env_id, '')} | {CLEANRL.get(env_id, '')}"
         print(
-            f"| {env_id} | {returns.mean():,.0f} ± {returns.std():,.0f} "
-            f"| {cleanrl[0]:,.0f} ± {cleanrl[1]:,.0f} | {len(runs)} "
-            f"| {runs[0]['total_timesteps']:,} | {minutes:.1f} |"
+            f"| {env_id} | {returns.mean():,.0f} ± {returns.std():,.0f} | {each} | {peers}", end=""
         )
+        print(f" | {seconds:.0f} |")
     choice.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
