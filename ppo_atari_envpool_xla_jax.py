@@ -17,8 +17,8 @@ environments x 128 steps, four epochs. (That script ignores its flag for value c
 truncation as termination, and also learns from steps that only reset a game, see `rollout`.) A
 step is one action, held for four frames. With one epoch instead of four, training learns less per
 step, but takes less than half the time. With `--update-epochs 1 --num-minibatches 16
---total-timesteps 5e6` on one CPU core, the return reached 248 in Breakout and 17 in Pong (4.4 and
-2.1 hours, on machines of different speed). On two cores, this reached 20 in Pong in 2.6 hours:
+--total-timesteps 5e6` on one CPU core, the return reached 248 in Breakout (4.4 hours) and 17 in
+Pong (2.1 hours). The next command reached 20 in Pong (2.6 hours on two cores):
 
     python ppo_atari_envpool_xla_jax.py --env-id Pong-v5 --total-timesteps 10e6 --num-envs 16 \
         --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4
@@ -614,9 +614,9 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
     delta_t, with low variance but the critic's bias. With lambda = 1 all later values cancel: A_t =
-    G_t - V(s_t), with high variance. If an episode is truncated or continues after the
-    rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
-    episode, so its next value, 9, is ignored:
+    G_t - V(s_t), with high variance. If an episode is truncated or continues after the rollout,
+    `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the episode, so its
+    next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(

@@ -1382,9 +1382,9 @@ def compute_gae(args, reward, value, next_value, terminated, truncated):
 
     The TD error delta_t measures how much better a step was than expected. lambda = 0 gives A_t =
     delta_t, with low variance but the critic's bias. With lambda = 1 all later values cancel: A_t =
-    G_t - V(s_t), with high variance. If an episode is truncated or continues after the
-    rollout, `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the
-    episode, so its next value, 9, is ignored:
+    G_t - V(s_t), with high variance. If an episode is truncated or continues after the rollout,
+    `next_value` replaces all later rewards in G_t. Here step 3 of 4 terminates the episode, so its
+    next value, 9, is ignored:
 
     >>> column = lambda *numbers: jnp.array(numbers)[:, None]
     >>> advantage = compute_gae(
