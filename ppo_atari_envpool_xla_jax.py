@@ -648,9 +648,8 @@ def clipped_objective(ratio, advantage, clip_coef):
 
     The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
     ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. The gradient is zero if the
-    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it stays, also for a ratio
-    that moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5 with c = 0.25, for A = 1, then
-    for A = -1:
+    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it is kept, even if the
+    ratio moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5, for A = 1, then A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -936,7 +935,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, never of 2**32 - 1.
+    # Training uses `split(key, n)`, which is `fold_in(key, i)` for i < n: never this key.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1059,7 +1058,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. The list `counts` may contain removed flags."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1184,7 +1183,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # a line soon
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early line
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):

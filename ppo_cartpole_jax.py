@@ -21,11 +21,11 @@ limit as a termination; here it is a truncation, see `Transition`.
 The return G_t is the discounted sum of the rewards from step t on. The actor network is the policy
 pi(a|s). The critic network estimates V(s), the expected return from a state. Training increases the
 expected return by the policy gradient, the mean of G_t grad log pi(a_t|s_t). Subtracting a baseline
-V(s_t) from G_t keeps the gradient's mean and reduces its variance. G_t - V(s_t) estimates the
-advantage A(s, a): how much better an action is than expected. Better actions become more probable,
-worse ones less probable. PPO (https://arxiv.org/abs/1707.06347) takes several gradient steps on the
-same samples. The samples are valid only near the policy that sampled them. So PPO clips: once a
-good action is probable enough, or a bad one improbable enough, its sample has no gradient. Training
+V(s_t) from G_t keeps this mean and reduces the variance. G_t - V(s_t) estimates the advantage
+A(s, a): how much better an action is than expected. Better actions become more probable, worse ones
+less probable. PPO (https://arxiv.org/abs/1707.06347) takes several gradient steps on the same
+samples. The samples are valid only near the policy that sampled them. So PPO clips: once a good
+action is probable enough, or a bad one improbable enough, its sample has no gradient. Training
 repeats `update`:
 
     1. rollout            plays T steps in N environments                B = T * N samples
@@ -314,7 +314,7 @@ class Categorical(NamedTuple):
         return -(jnp.exp(log_probs) * log_probs).sum(0)
 
 
-@jax.custom_batching.sequential_vmap  # one seed at a time, for the same rounding
+@jax.custom_batching.sequential_vmap  # seed by seed, to round as with one seed
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -391,7 +391,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # copy: for donation
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # its own buffer
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -497,7 +497,7 @@ def check_shapes(shape, **arrays):
 
 
 def array_types(state):
-    """{"state.<name>: dtype shape"} of all arrays of an environment state."""
+    """The set of "state.<name>: dtype shape" of all arrays of an environment state."""
     leaves = jax.tree.leaves_with_path(state)
     return {f"state{jax.tree_util.keystr(path)}: {x.dtype} {x.shape}" for path, x in leaves}
 
@@ -559,8 +559,8 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Reset ---
-        # Without a pool, each step and environment has its own state. With a pool, environments
-        # that are done take the next states.
+        # By default, each step and environment has its own initial state. With a smaller pool,
+        # environments that are done take its next states.
         order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
@@ -581,7 +581,7 @@ def trajectory_values(args, env, params, trajectory):
     `compute_gae` ignores the successors of terminated episodes. In T steps, an environment has at
     most W = ceil(T / max_episode_steps) truncations, so W of its `next_obs` suffice.
     """
-    # W steps of each environment: all truncated ones, and others, which do no harm.
+    # W steps of each environment: all truncated ones, and others, where `next_obs` fits as well.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -638,9 +638,8 @@ def clipped_objective(ratio, advantage, clip_coef):
 
     The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
     ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. The gradient is zero if the
-    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it stays, also for a ratio
-    that moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5 with c = 0.25, for A = 1, then
-    for A = -1:
+    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it is kept, even if the
+    ratio moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5, for A = 1, then A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -656,7 +655,7 @@ def ppo_loss(args, params, batch):
     """The loss of a minibatch, a mean over samples; returns (loss [], metrics {tag: []}).
 
     loss = policy loss + vf_coef * value loss - ent_coef * entropy. With `clip_vloss`, a value that
-    has moved by more than clip_coef towards its target has no gradient. This range is not relative:
+    has moved by more than clip_coef towards its target has no gradient. clip_coef is absolute here:
     large values change slowly. The entropy bonus keeps the policy from becoming deterministic.
     """
     dist, value = forward(args, params, batch.obs)
@@ -791,7 +790,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Fixes the dtypes of Python numbers, which `env.step` could change.
+    # Python numbers get a firm dtype, which `env.step` cannot promote.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -932,7 +931,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, never of 2**32 - 1.
+    # Training uses `split(key, n)`, which is `fold_in(key, i)` for i < n: never this key.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1065,7 +1064,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. The list `counts` may contain removed flags."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1188,7 +1187,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # a line soon
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early line
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):

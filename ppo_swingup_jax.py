@@ -390,7 +390,7 @@ class Gaussian(NamedTuple):
         return (self.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
 
 
-@jax.custom_batching.sequential_vmap  # one seed at a time, for the same rounding
+@jax.custom_batching.sequential_vmap  # seed by seed, to round as with one seed
 def orthogonalized(noise):
     """The orthogonal matrix nearest to `noise` [out, in], by Newton-Schulz (Bjorck & Bowie, 1971).
 
@@ -483,7 +483,7 @@ class AdamState(NamedTuple):
 def adam_init(params):
     """Adam's initial state."""
     zeros = jnp.zeros_like(ravel_pytree(params)[0])
-    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # copy: for donation
+    return AdamState(m=zeros, v=jnp.copy(zeros), count=jnp.int32(0))  # its own buffer
 
 
 def adam_update(args, grads, state, params, learning_rate, beta1=0.9, beta2=0.999):
@@ -589,7 +589,7 @@ def check_shapes(shape, **arrays):
 
 
 def array_types(state):
-    """{"state.<name>: dtype shape"} of all arrays of an environment state."""
+    """The set of "state.<name>: dtype shape" of all arrays of an environment state."""
     leaves = jax.tree.leaves_with_path(state)
     return {f"state{jax.tree_util.keystr(path)}: {x.dtype} {x.shape}" for path, x in leaves}
 
@@ -651,8 +651,8 @@ def rollout(args, env, params, env_state, stats, key):
         )
 
         # --- Reset ---
-        # Without a pool, each step and environment has its own state. With a pool, environments
-        # that are done take the next states.
+        # By default, each step and environment has its own initial state. With a smaller pool,
+        # environments that are done take its next states.
         order = jnp.arange(args.num_envs) if pool_size is None else jnp.cumsum(done) - 1
         place = (num_taken + order) % len(reset_keys)
         start_state = jax.tree.map(lambda x: x[place], start_states)
@@ -673,7 +673,7 @@ def trajectory_values(args, env, params, trajectory):
     `compute_gae` ignores the successors of terminated episodes. In T steps, an environment has at
     most W = ceil(T / max_episode_steps) truncations, so W of its `next_obs` suffice.
     """
-    # W steps of each environment: all truncated ones, and others, which do no harm.
+    # W steps of each environment: all truncated ones, and others, where `next_obs` fits as well.
     most = math.ceil(args.num_steps / env.max_episode_steps)
     _, step = jax.lax.top_k(trajectory.truncated.T.astype(jnp.float32), most)  # [N, W]
     index = step.T, jnp.arange(args.num_envs)
@@ -730,9 +730,8 @@ def clipped_objective(ratio, advantage, clip_coef):
 
     The ratio p_new(a|s) / p_old(a|s) is an importance weight: the old policy played the rollout. At
     ratio 1 the gradient is A grad log p_new(a|s), the policy gradient. The gradient is zero if the
-    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it stays, also for a ratio
-    that moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5 with c = 0.25, for A = 1, then
-    for A = -1:
+    ratio is above 1 + c and A > 0, or below 1 - c and A < 0. Elsewhere it is kept, even if the
+    ratio moved the wrong way. d objective / d ratio at 1, 1.5 and 0.5, for A = 1, then A = -1:
 
     >>> gradient = jax.vmap(jax.grad(clipped_objective), (0, None, None))
     >>> gradient(jnp.array([1.0, 1.5, 0.5]), 1.0, 0.25).tolist()
@@ -882,7 +881,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Fixes the dtypes of Python numbers, which `env.step` could change.
+    # Python numbers get a firm dtype, which `env.step` cannot promote.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 
@@ -1052,7 +1051,7 @@ def seed_keys(args):
 
 def evaluation_keys(args):
     """PRNG keys [K] that only evaluations use."""
-    # Training's `split(key, n)` equals `fold_in` of 0 to n - 1, never of 2**32 - 1.
+    # Training uses `split(key, n)`, which is `fold_in(key, i)` for i < n: never this key.
     return jax.vmap(lambda key: jax.random.fold_in(key, 2**32 - 1))(seed_keys(args))
 
 
@@ -1185,7 +1184,7 @@ def init_states(args):
 
 
 def check_args(args):
-    """Raises `UserError` for invalid flags. The list `counts` may contain removed flags."""
+    """Raises `UserError` for invalid flags. `counts` may name flags that you removed."""
     if not args.total_timesteps >= args.batch_size:
         raise UserError(f"--total-timesteps must be at least a batch, {args.batch_size} steps")
     counts = "num_seeds num_envs num_steps num_minibatches update_epochs log_interval"
@@ -1308,7 +1307,7 @@ class Logger:
         """Queues the metrics of an update and blocks until the previous update is done."""
         self.queue.append((update, metrics))
         jax.block_until_ready(self.queue[-2:-1])  # two updates in flight keep a device busy
-        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # a line soon
+        if len(self.queue) > (self.args.log_interval if self.seconds else 1):  # early line
             self.flush(keep=1)  # the device computes the newest update meanwhile
 
     def flush(self, keep=0):
