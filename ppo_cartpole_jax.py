@@ -790,7 +790,7 @@ def init_train_state(args, key):
         key=key,
         update=jnp.zeros((), jnp.int32),
     )
-    # Python numbers get a firm dtype, which `env.step` cannot promote.
+    # Removes weak types (of Python numbers), because the types of the state must not change.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), state)
 
 

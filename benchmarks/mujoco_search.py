@@ -26,17 +26,6 @@ SCRIPT = next(FOLDER.glob("*/mujoco_envpool.py"))
 RESULTS = FOLDER / "results" / "mujoco_search.json"
 # Tuned PPO after a million steps, benchmark.md of RL Baselines3 Zoo.
 REFERENCE = {"HalfCheetah-v4": 5819, "Hopper-v4": 2410, "Walker2d-v4": 3479, "Ant-v4": 1327}
-CLEANRL = {
-    "num_envs": 1,
-    "num_steps": 2048,
-    "num_minibatches": 32,
-    "update_epochs": 10,
-    "learning_rate": 3e-4,
-    "gamma": 0.99,
-    "ent_coef": 0.0,
-    "activation": "tanh",
-    "log_std_init": 0.0,
-}
 SPACE = {
     "num_envs": [1, 4, 8],
     "batch_size": [512, 1024, 2048],
@@ -131,7 +120,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
-    first = {"0": CLEANRL, **sample_candidates(SPACE, 23)}
+    first = {"0": {}, **sample_candidates(SPACE, 23)}
     narrow = sample_candidates(NARROW, max(choice.narrow, 12), "n")
     candidates = {**first, **narrow}
     results = {"candidates": candidates, "runs": []}

@@ -7,7 +7,7 @@ r"""Continuous control in Atari's script: MuJoCo, dm_control, MetaWorld and othe
 The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian policy whose
 standard deviations do not depend on the observation, two networks of 64-64 tanh, and running
 statistics that normalize observations and scale rewards. The following flags, which
-benchmarks/mujoco_search.py found, give higher returns in HalfCheetah and Ant:
+benchmarks/mujoco_search.py found, give a higher return in HalfCheetah, a lower one in Walker2d:
 
     python benchmarks/environments/mujoco_envpool.py --num-envs 4 --num-steps 256 \
         --num-minibatches 16 --update-epochs 5 --learning-rate 2e-4 --gamma 0.995 \
