@@ -1,18 +1,20 @@
 """Compares the returns of mujoco_envpool.py with published ones.
 
-    for seed in 1 2 3; do
-        for id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 InvertedPendulum-v4 Humanoid-v4 Pusher-v4; do
+    for seed in 21 22 23; do
+        for id in HalfCheetah-v4 Hopper-v4 ...; do
             python benchmarks/environments/mujoco_envpool.py --env-id $id --seed $seed \\
                 --eval-episodes 100
         done
     done
+    for run in runs/*__mujoco_envpool__*; do
+        python benchmarks/environments/mujoco_envpool.py --eval $run --eval-mode greedy
+    done
     python benchmarks/compare_mujoco.py runs/*__mujoco_envpool__*
 
-Reads summary.json of every run, writes benchmarks/results/mujoco.json and prints a table: mean and
-standard deviation over seeds of the return of sampled episodes after training. All runs must have
-the same flags except for id and seed. The columns RL Zoo and CleanRL contain the figures of their
-documentation. `--cleanrl` adds runs of CleanRL's script on this machine, with the mean of the last
-100 training episodes:
+Reads summary.json and eval.json of every run, writes benchmarks/results/mujoco.json and prints a
+table: mean and standard deviation over seeds, and documented figures, of which RL Zoo's are greedy.
+Only id and seed of the runs may differ. `--cleanrl` adds the mean of the last 100 training episodes
+of CleanRL's script on this machine:
 
     python cleanrl/ppo_continuous_action.py --env-id Humanoid-v4 --seed 1  # in a clone of CleanRL
     ... --cleanrl CLONE/runs/Humanoid-v4__ppo_continuous_action__*
@@ -51,11 +53,21 @@ RL_ZOO = {  # benchmark.md of RL Baselines3 Zoo: flags tuned for each task, one 
 OWN = "env_id seed exp_name runs_dir videos_dir resume eval".split()  # flags that may differ
 
 
-def read_run(summary):
-    """Returns the reported values of one summary."""
+def read_run(folder):
+    """Returns the flags and the reported values of a run."""
+    summary = json.loads((folder / "summary.json").read_text())
     keys = "total_timesteps eval_episodes eval_mode eval_return_mean eval_return_std"
     keys = f"{keys} eval_length_mean sps compile_seconds train_seconds wall_seconds".split()
-    return {"seed": summary["args"]["seed"]} | {key: summary[key] for key in keys}
+    run = {"seed": summary["args"]["seed"]} | {key: summary[key] for key in keys}
+    if (folder / "eval.json").exists():
+        evaluation = json.loads((folder / "eval.json").read_text())
+        run[f"{evaluation['eval_mode']}_return_mean"] = evaluation["eval_return_mean"]
+    return summary, run
+
+
+def spread(returns):
+    """Returns mean and standard deviation as text."""
+    return f"{np.mean(returns):,.0f} ± {np.std(returns):,.0f}" if returns else ""
 
 
 def read_cleanrl(folder):
@@ -73,8 +85,8 @@ def main():
     parser.add_argument("--cleanrl", nargs="*", type=pathlib.Path, default=[])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     choice = parser.parse_args()
-    files = [folder / "summary.json" for folder in choice.runs]
-    summaries = [json.loads(file.read_text()) for file in files if file.exists()]
+    pairs = [read_run(folder) for folder in choice.runs if (folder / "summary.json").exists()]
+    summaries = [summary for summary, _ in pairs]
     flags = [{k: v for k, v in x["args"].items() if k not in OWN} for x in summaries]
     if any(x != flags[0] for x in flags):
         parser.error("the runs differ in more than environment and seed")
@@ -88,28 +100,27 @@ def main():
         "versions": versions,
         "environments": {},
     }
-    print("| environment | ours | returns of seeds | RL Zoo | CleanRL | seconds |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| environment | sampled | greedy | sampled, each seed | RL Zoo | CleanRL | seconds |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     cleanrl_runs = [read_cleanrl(folder) for folder in choice.cleanrl]
     for env_id in ENVIRONMENTS:
-        runs = [read_run(x) for x in summaries if x["args"]["env_id"] == env_id]
+        runs = [run for summary, run in pairs if summary["args"]["env_id"] == env_id]
         runs.sort(key=lambda run: run["seed"])
         if not runs:
             continue
-        returns = np.array([run["eval_return_mean"] for run in runs])
+        returns = [run["eval_return_mean"] for run in runs]
+        greedy = [run["greedy_return_mean"] for run in runs if "greedy_return_mean" in run]
         results["environments"][env_id] = {
-            "return_mean": returns.mean(),
-            "return_std": returns.std(),
+            "return_mean": np.mean(returns),
+            "return_std": np.std(returns),
             "runs": runs,
             "cleanrl_runs": [run for of, run in cleanrl_runs if of == env_id],
         }
         seconds = np.median([run["wall_seconds"] for run in runs])
         each = ", ".join(f"{x:,.0f}" for x in returns)
-        peers = f"{RL_ZOO.get(env_id, '')} | {CLEANRL.get(env_id, '')}"
-        print(
-            f"| {env_id} | {returns.mean():,.0f} ± {returns.std():,.0f} | {each} | {peers}", end=""
-        )
-        print(f" | {seconds:.0f} |")
+        peers = [RL_ZOO.get(env_id, ""), CLEANRL.get(env_id, "")]
+        cells = [env_id, spread(returns), spread(greedy), each, *peers, f"{seconds:.0f}"]
+        print("|", " | ".join(cells), "|")
     choice.out.write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -11,6 +11,7 @@ Our Python also needs gymnasium[box2d].
 | ours           | recurrent.py, a GRU                                                         |
 | sb3-contrib    | RecurrentPPO, an LSTM, with RL Baselines3 Zoo's settings of ppo_lstm.yml    |
 | without memory | gymnasium_envs.py, an MLP; its other flags are those of "ours"              |
+| ours in JAX    | recurrent_continuous.py with its default flags, Pendulum only               |
 
 All see the same observations: hidden components are removed. (The zoo sets them to zero.)
 
@@ -21,14 +22,14 @@ our environments, or over as many last episodes of RecurrentPPO. Actions are sam
 prints it once per update; a task is solved at the first mean that reaches the threshold.
 
 Writes benchmarks/results/recurrent.json after every process and prints a table: medians over the
-seeds that solved the task, and the last return of every seed. Other tasks in the file are kept.
+seeds that solved the task, and the last return of every seed. Rows of other tasks and programs are
+kept.
 """
 
 import argparse
 import ast
 import datetime
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -134,7 +135,14 @@ def commands(choice, task, seed):
     plain += ["--env-id", f"compare_recurrent:{hidden_id(task)}"]
     sb3 = [choice.sb3_python, __file__, "--worker", "--tasks", task, "--seeds", str(seed)]
     found = {"ours": ours, "sb3-contrib": sb3, "without memory": plain}
-    return {name: found[name] for name in choice.only}
+    if task == "Pendulum-v1":
+        jax_script = scripts / "recurrent_continuous.py"
+        found["ours in JAX"] = [
+            sys.executable,
+            jax_script,
+            *f"--seed {seed} --log-interval 1".split(),
+        ]
+    return {name: command for name, command in found.items() if name in choice.only}
 
 
 def clocked(command, core, limit, threshold):
@@ -193,7 +201,7 @@ def show(rows):
 def main():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    names = ["ours", "sb3-contrib", "without memory"]
+    names = ["ours", "sb3-contrib", "without memory", "ours in JAX"]
     parser.add_argument("--tasks", nargs="+", default=list(HIDDEN), choices=list(HIDDEN))
     parser.add_argument("--only", nargs="+", default=names, choices=names)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
@@ -215,20 +223,21 @@ def main():
         "sb3_versions": versions_of(choice.sb3_python, "sb3_contrib torch gymnasium"),
     }
     earlier = json.loads(choice.out.read_text()) if choice.out.exists() else {"tasks": {}}
-    rows = [row for row in earlier.get("rows", []) if row["task"] not in choice.tasks]
-    tasks = {task: x for task, x in earlier["tasks"].items() if task not in choice.tasks}
+    repeated = lambda row: row["task"] in choice.tasks and row["name"] in choice.only
+    rows = [row for row in earlier.get("rows", []) if not repeated(row)]
+    tasks = earlier["tasks"]
     for task in choice.tasks:
         limit = choice.limit or LIMITS[task]
         tasks[task] = conditions | {"flags": FLAGS[task], "threshold": THRESHOLDS[task]}
         tasks[task]["limit_seconds"] = limit
-        for seed, name in itertools.product(choice.seeds, choice.only):
-            command = commands(choice, task, seed)[name]
-            row = clocked(command, choice.core, limit, THRESHOLDS[task])
-            rows.append({"task": task, "name": name, "seed": seed} | row)
-            text = json.dumps({"tasks": tasks, "rows": rows}, indent=1)
-            text = re.sub(r"\n {4,}(?=[-\d\[\]])", " ", text)  # one line per curve
-            choice.out.write_text(text + "\n")
-            print(f"{task}, {name}, seed {seed}: end {row['end']}", file=sys.stderr)
+        for seed in choice.seeds:
+            for name, command in commands(choice, task, seed).items():
+                row = clocked(command, choice.core, limit, THRESHOLDS[task])
+                rows.append({"task": task, "name": name, "seed": seed} | row)
+                text = json.dumps({"tasks": tasks, "rows": rows}, indent=1)
+                text = re.sub(r"\n {4,}(?=[-\d\[\]])", " ", text)  # one line per curve
+                choice.out.write_text(text + "\n")
+                print(f"{task}, {name}, seed {seed}: end {row['end']}", file=sys.stderr)
     show(rows)
 
 

@@ -17,9 +17,7 @@ The environment needs a time limit, because an evaluation waits for the end of i
 needs its render mode rgb_array; on a machine without a display, set MUJOCO_GL=egl for MuJoCo.
 `--vectorization async` steps each environment in its own process, for slow environments.
 
-The agent is that of mujoco_envpool.py, with running statistics of observations and returns. Actions
-are Discrete, MultiDiscrete, MultiBinary or a Box of floats. Observations are Box, Discrete (as
-one-hot vectors), MultiDiscrete, MultiBinary, and a Dict or Tuple of these, which is concatenated.
+The agent is that of mujoco_envpool.py. The README of this folder lists the supported spaces.
 """
 
 import concurrent.futures

@@ -10,8 +10,7 @@ statistics that normalize observations and scale rewards. The following flags, w
 benchmarks/mujoco_search.py found, give a higher return in HalfCheetah, a lower one in Walker2d:
 
     python benchmarks/environments/mujoco_envpool.py --num-envs 4 --num-steps 256 \
-        --num-minibatches 16 --update-epochs 5 --learning-rate 2e-4 --gamma 0.995 \
-        --ent-coef 0.002 --activation relu --log-std-init -1.5
+        --num-minibatches 8 --ent-coef 0.002 --critic-size 256 --activation relu --log-std-init -1
 
 The parts of a Dict observation are concatenated, discrete ones as one-hot vectors. Discrete actions
 have a categorical policy. The statistics are part of the parameters, so a checkpoint contains them.
@@ -63,7 +62,9 @@ class Args(PoolArgs):
     clip_vloss: bool = True
     ent_coef: float = 0.0
     hidden_size: int = 64
-    """units of each of the two hidden layers of actor and critic"""
+    """units of each of the two hidden layers of the actor"""
+    critic_size: int = 64
+    """units of each of the two hidden layers of the critic"""
     activation: Literal["tanh", "relu"] = "tanh"
     """activation function of the hidden layers"""
     log_std_init: float = 0.0
@@ -195,10 +196,11 @@ def init_agent(args, key, env):
     obs = jax.tree.map(lambda x: np.zeros_like(x)[None], env.observation_space.sample())
     obs_size = flatten(env.observation_space, obs).shape[1]
     actor_key, critic_key = jax.random.split(key)
-    sizes = obs_size, args.hidden_size, args.hidden_size
+    actor_sizes = obs_size, args.hidden_size, args.hidden_size, head_size(env.action_space)
+    critic_sizes = obs_size, args.critic_size, args.critic_size, 1
     return init_statistics(args, env, obs_size) | {
-        "actor": init_mlp(actor_key, (*sizes, head_size(env.action_space)), head_gain=0.01),
-        "critic": init_mlp(critic_key, (*sizes, 1), head_gain=1.0),
+        "actor": init_mlp(actor_key, actor_sizes, head_gain=0.01),
+        "critic": init_mlp(critic_key, critic_sizes, head_gain=1.0),
     }
 
 
