@@ -136,12 +136,8 @@ def commands(choice, task, seed):
     sb3 = [choice.sb3_python, __file__, "--worker", "--tasks", task, "--seeds", str(seed)]
     found = {"ours": ours, "sb3-contrib": sb3, "without memory": plain}
     if task == "Pendulum-v1":
-        jax_script = scripts / "recurrent_continuous.py"
-        found["ours in JAX"] = [
-            sys.executable,
-            jax_script,
-            *f"--seed {seed} --log-interval 1".split(),
-        ]
+        words = f"--seed {seed} --log-interval 1".split()
+        found["ours in JAX"] = [sys.executable, scripts / "recurrent_continuous.py", *words]
     return {name: command for name, command in found.items() if name in choice.only}
 
 
