@@ -54,7 +54,7 @@ OWN = "env_id seed exp_name runs_dir videos_dir resume eval".split()  # flags th
 
 
 def read_run(folder):
-    """Returns the flags and the reported values of a run."""
+    """Returns summary.json and the reported values of a run."""
     summary = json.loads((folder / "summary.json").read_text())
     keys = "total_timesteps eval_episodes eval_mode eval_return_mean eval_return_std"
     keys = f"{keys} eval_length_mean sps compile_seconds train_seconds wall_seconds".split()
