@@ -3,7 +3,7 @@ r"""Measures seconds and steps until a task is solved, compared with other libra
     python benchmarks/time_to_solve.py --purejaxrl FOLDER --xland FOLDER --cleanrl FOLDER \
         --cleanrl-python PYTHON
     python benchmarks/time_to_solve.py --tasks CartPole-v1 --only ours rejax --seeds 1 --out FILE
-    python benchmarks/time_to_solve.py --tasks HalfCheetah-v4 Hopper-v4 LunarLander-v3 --seeds 1 \
+    python benchmarks/time_to_solve.py --tasks Hopper-v4 LunarLander-v3 --seeds 1 \
         --cleanrl FOLDER --cleanrl-python PYTHON
 
 Clock: starts with the process, so imports and compilation count. `first_seconds` is the time of the
@@ -63,9 +63,12 @@ THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200, "Empty-8x8": 0.9, "DoorKe
 WORLDS = {  # our adapter script, lines of the mean, CleanRL's script and environment id
     "HalfCheetah-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "HalfCheetah-v4"),
     "Hopper-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "Hopper-v4"),
+    "Walker2d-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "Walker2d-v4"),
     "LunarLander-v3": ("gymnasium_envs", 4, "ppo.py", "LunarLander-v2"),
 }
-THRESHOLDS |= {"HalfCheetah-v4": 1443, "Hopper-v4": 2383, "LunarLander-v3": 200}
+WORLDS |= {f"{task} tuned": WORLDS[task] for task in ("HalfCheetah-v4", "Walker2d-v4")}
+THRESHOLDS |= {"HalfCheetah-v4": 1443, "Hopper-v4": 2383, "Walker2d-v4": 2288}
+THRESHOLDS |= {"HalfCheetah-v4 tuned": 5819, "Walker2d-v4 tuned": 3479, "LunarLander-v3": 200}
 LIMITS = {"Empty-8x8": 256, "DoorKey-6x6": 360}  # time limits in Farama's MiniGrid
 WINDOW = 64  # episodes of the mean
 # Printed lines: the mean return at a step, or the return of one episode.
@@ -135,11 +138,11 @@ def sb3_worker(library, task, seed):
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
 
-    wrapper_class = None
+    wrapper_class, env_id = None, task.split()[0]
     if task in LIMITS:
         import minigrid  # registers its environments
 
-        wrapper_class = minigrid.wrappers.FlatObsWrapper
+        wrapper_class, env_id = minigrid.wrappers.FlatObsWrapper, f"MiniGrid-{task}-v0"
         num_envs, total_timesteps = 8, 10_000_000
         settings = dict(
             n_steps=128, batch_size=64, gae_lambda=0.95, gamma=0.99, n_epochs=10, ent_coef=0.0,
@@ -158,20 +161,24 @@ def sb3_worker(library, task, seed):
         )
     elif task in WORLDS:
         num_envs, total_timesteps = 1, 1_000_000
-        settings = dict(n_steps=512, policy_kwargs=dict(
+        large = dict(policy_kwargs=dict(
             log_std_init=-2, ortho_init=False, net_arch=dict(pi=[256, 256], vf=[256, 256]),
             activation_fn=jax.nn.relu if library == "sbx" else torch.nn.ReLU,
         ))  # fmt: skip
-        settings |= {
-            "HalfCheetah-v4": dict(
+        settings = dict(n_steps=512) | {
+            "HalfCheetah-v4": large | dict(
                 batch_size=64, gamma=0.98, learning_rate=2.0633e-05, ent_coef=0.000401762,
                 clip_range=0.1, n_epochs=20, gae_lambda=0.92, max_grad_norm=0.8, vf_coef=0.58096,
             ),
-            "Hopper-v4": dict(
+            "Hopper-v4": large | dict(
                 batch_size=32, gamma=0.999, learning_rate=9.80828e-05, ent_coef=0.00229519,
                 clip_range=0.2, n_epochs=5, gae_lambda=0.99, max_grad_norm=0.7, vf_coef=0.835671,
             ),
-        }[task]  # fmt: skip
+            "Walker2d-v4": dict(
+                batch_size=32, gamma=0.99, learning_rate=5.05041e-05, ent_coef=0.000585045,
+                clip_range=0.1, n_epochs=20, gae_lambda=0.95, max_grad_norm=1.0, vf_coef=0.871923,
+            ),
+        }[env_id]  # fmt: skip
     else:
         num_envs, total_timesteps = 4, 100_000
         settings = dict(
@@ -192,9 +199,8 @@ def sb3_worker(library, task, seed):
                 print(f"{self.num_timesteps} steps, return {mean:.3f}", flush=True)
 
     ppo = importlib.import_module(library).PPO
-    env_id = f"MiniGrid-{task}-v0" if task in LIMITS else task
     envs = make_vec_env(env_id, num_envs, seed=seed, wrapper_class=wrapper_class)
-    if task in LIMITS or task.endswith("-v4"):
+    if task in LIMITS or env_id.endswith("-v4"):
         envs = VecNormalize(envs)
     model = ppo("MlpPolicy", envs, seed=seed, **settings)
     model.learn(total_timesteps, callback=Show())
@@ -291,7 +297,7 @@ def commands(choice, task, seed, folder):
     elif task in WORLDS:
         program, _, script, env_id = WORLDS[task]
         path = ROOT / "benchmarks" / "environments" / f"{program}.py"
-        ours = [python, str(path), "--env-id", task]
+        ours = [python, str(path), "--env-id", task.split()[0]]
         ours += ["--seed", str(seed), "--log-interval", "1"]
         found = {"ours": ours, "ours, from the cache": ours}
         if choice.cleanrl:
