@@ -1,6 +1,6 @@
 """Compares the returns of mujoco_envpool.py with published ones.
 
-    for seed in 21 22 23; do
+    for seed in 51 52 53; do
         for id in HalfCheetah-v4 Hopper-v4 ...; do
             python benchmarks/environments/mujoco_envpool.py --env-id $id --seed $seed \\
                 --eval-episodes 100

@@ -3,16 +3,15 @@ r"""Search for one set of flags of mujoco_envpool.py that works for all MuJoCo t
     python benchmarks/mujoco_search.py 300000 --seeds 1
     python benchmarks/mujoco_search.py 1000000 --narrow 12 --seeds 2
     python benchmarks/mujoco_search.py 1000000 --tasks HalfCheetah-v4 Hopper-v4 Walker2d-v4 \
-        --seeds 2 --names c1 c2 c3 c4 c5 c6 c7 c8 c9 c10 c11 c12 c13 c14 c15 c16 c17 c18 c19
+        --seeds 2 --names $(seq -f c%g 24)
     python benchmarks/mujoco_search.py 1000000 --tasks HalfCheetah-v4 Hopper-v4 Walker2d-v4 \
-        --seeds 3 4 5 6 --names c5 c11 c13 c14 c18 c19
+        --seeds 3 4 5 6 --names c5 c8 c11 c13 c14 c18 c19
 
 Candidate 0 of the first command has CleanRL's flags; the others are sampled from `SPACE`. The
 second command samples n1, n2, ... from `NARROW`, which contains the values of the best of them. The
-third command changes a few values of n7. The last command gives the best more seeds; it was stopped
-before its end. A score is the mean over tasks of the return, divided by RL Zoo's tuned return at a
-million steps. Results are appended to results/mujoco_search.json, and a run in the file is not
-repeated.
+third command changes a few values of n7, the last one gives the best more seeds; both were stopped
+early. A score is the mean over tasks of the return, divided by RL Zoo's tuned return at a million
+steps. Results are appended to results/mujoco_search.json, and a run in the file is not repeated.
 """
 
 import argparse
@@ -75,6 +74,7 @@ CHANGES = {  # of n7
     "c6": {"num_steps": 256, "num_minibatches": 16},
     "c7": {"log_std_init": -1.5},
 }
+LONG = CLEANRL | {"num_envs": 4, "num_steps": 512, "critic_size": 256}
 CHANGES |= {  # of c5
     name: CHANGES["c5"] | changes
     for name, changes in {
@@ -90,6 +90,11 @@ CHANGES |= {  # of c5
         "c17": {"num_envs": 4, "num_steps": 256, "gamma": 0.99, "clip_vloss": False},
         "c18": {"num_envs": 4, "num_steps": 256, "activation": "tanh"},
         "c19": {"num_envs": 4, "num_steps": 256, "gamma": 0.99, "activation": "tanh"},
+        "c20": LONG,
+        "c21": LONG | {"log_std_init": -1.0},
+        "c22": LONG | {"log_std_init": -1.0, "activation": "relu"},
+        "c23": {"gamma": 0.99, "num_minibatches": 16},
+        "c24": {"gamma": 0.99, "num_minibatches": 16, "activation": "tanh"},
     }.items()
 }
 

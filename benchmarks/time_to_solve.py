@@ -16,7 +16,7 @@ A task is solved if the mean return of the last training episodes reaches the th
 | library               | episodes of the mean                                                     |
 | --------------------- | ------------------------------------------------------------------------ |
 | ours                  | last episode of each environment (64 in CartPole, 128 in Pendulum)       |
-| ours, MuJoCo          | last 32 printed returns of one environment                               |
+| ours, MuJoCo          | last 64 printed returns of 8 environments                                |
 | ours, LunarLander     | last 4 printed returns of 16 environments                                |
 | Rejax, XLand-MiniGrid | 128 evaluation episodes every `eval_freq` steps, 80 after every update   |
 | all others            | last 64 episodes                                                         |
@@ -61,9 +61,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "time_to_solve.json"
 THRESHOLDS = {"CartPole-v1": 475, "Pendulum-v1": -200, "Empty-8x8": 0.9, "DoorKey-6x6": 0.9}
 WORLDS = {  # our adapter script, lines of the mean, CleanRL's script and environment id
-    "HalfCheetah-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "HalfCheetah-v4"),
-    "Hopper-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "Hopper-v4"),
-    "Walker2d-v4": ("mujoco_envpool", 32, "ppo_continuous_action.py", "Walker2d-v4"),
+    "HalfCheetah-v4": ("mujoco_envpool", 64, "ppo_continuous_action.py", "HalfCheetah-v4"),
+    "Hopper-v4": ("mujoco_envpool", 64, "ppo_continuous_action.py", "Hopper-v4"),
+    "Walker2d-v4": ("mujoco_envpool", 64, "ppo_continuous_action.py", "Walker2d-v4"),
     "LunarLander-v3": ("gymnasium_envs", 4, "ppo.py", "LunarLander-v2"),
 }
 WORLDS |= {f"{task} tuned": WORLDS[task] for task in ("HalfCheetah-v4", "Walker2d-v4")}

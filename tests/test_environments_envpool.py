@@ -57,7 +57,7 @@ def rolled(args, env_class=control.Vectors):
 @pytest.mark.parametrize("env_id", ["Hopper-v4", "MetaWorld/Reach-v3", "CheetahRun-v1"])
 def test_float64_steps_equal_plain_steps(env_id):
     """Rollouts equal steps with NumPy arrays; actions are within their bounds."""
-    args = control.Args(env_id=env_id, num_envs=2, num_steps=64)
+    args = control.Args(env_id=env_id, num_envs=2, num_steps=64, log_std_init=0.0)
     env, state, trajectory = rolled(args)
     space = env.action_space
     plain = env.make_pool(script.env_seeds(args, 2))

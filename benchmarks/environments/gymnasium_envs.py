@@ -47,7 +47,12 @@ class Args(control.Args):
     """step the environments in sequence, or each in its own process"""
     num_envs: int = 16
     num_steps: int = 128
+    num_minibatches: int = 32
     gamma: float = 0.999
+    ent_coef: float = 0.0
+    critic_size: int = 64
+    activation: Literal["tanh", "relu"] = "tanh"
+    log_std_init: float = 0.0
 
 
 def make_seeded(env_id, seed, in_worker=False, **options):

@@ -1,16 +1,16 @@
 r"""Continuous control in Atari's script: MuJoCo, dm_control, MetaWorld and others that EnvPool has.
 
     python benchmarks/environments/mujoco_envpool.py --env-id HalfCheetah-v4 --seed 2
-    python benchmarks/environments/mujoco_envpool.py --env-id CartpoleBalance-v1 --num-envs 8
+    python benchmarks/environments/mujoco_envpool.py --env-id CartpoleBalance-v1
     python benchmarks/environments/mujoco_envpool.py --eval runs/<run_name> --eval-episodes 100
 
-The agent and the flags are those of CleanRL's ppo_continuous_action.py: a Gaussian policy whose
-standard deviations do not depend on the observation, two networks of 64-64 tanh, and running
-statistics that normalize observations and scale rewards. The following flags, which
-benchmarks/mujoco_search.py found, give a higher return in HalfCheetah, a lower one in Walker2d:
+The agent is that of CleanRL's ppo_continuous_action.py: a Gaussian policy whose standard deviations
+do not depend on the observation, two networks with two hidden layers, and running statistics that
+normalize observations and scale rewards. benchmarks/mujoco_search.py found the default flags (its
+candidate c5). These are CleanRL's flags:
 
-    python benchmarks/environments/mujoco_envpool.py --num-envs 4 --num-steps 256 \
-        --num-minibatches 8 --ent-coef 0.002 --critic-size 256 --activation relu --log-std-init -1
+    python benchmarks/environments/mujoco_envpool.py --num-envs 1 --num-steps 2048 --gamma 0.99 \
+        --num-minibatches 32 --ent-coef 0 --critic-size 64 --activation tanh --log-std-init 0
 
 The parts of a Dict observation are concatenated, discrete ones as one-hot vectors. Discrete actions
 have a categorical policy. The statistics are part of the parameters, so a checkpoint contains them.
@@ -53,21 +53,22 @@ class Args(PoolArgs):
     """environment, as EnvPool names it"""
     exp_name: str = pathlib.Path(__file__).stem
     total_timesteps: float = 1_000_000.0
-    num_envs: int = 1
-    num_steps: int = 2048
-    num_minibatches: int = 32
+    num_envs: int = 8
+    num_steps: int = 128
+    num_minibatches: int = 8
     update_epochs: int = 10
     learning_rate: float = 3e-4
+    gamma: float = 0.995
     clip_coef: float = 0.2
     clip_vloss: bool = True
-    ent_coef: float = 0.0
+    ent_coef: float = 0.002
     hidden_size: int = 64
     """units of each of the two hidden layers of the actor"""
-    critic_size: int = 64
+    critic_size: int = 256
     """units of each of the two hidden layers of the critic"""
-    activation: Literal["tanh", "relu"] = "tanh"
+    activation: Literal["tanh", "relu"] = "relu"
     """activation function of the hidden layers"""
-    log_std_init: float = 0.0
+    log_std_init: float = -1.0
     """initial log standard deviation of continuous actions"""
     reward_clip: float = 10.0
     """maximum absolute value of the scaled rewards"""

@@ -1,7 +1,9 @@
-"""Recurrent PPO for EnvPool's Atari and for Gymnasium: a GRU agent in the Atari script.
+r"""Recurrent PPO for EnvPool's Atari and for Gymnasium: a GRU agent in the Atari script.
 
     python benchmarks/environments/recurrent.py --env-id Pendulum-v1 --hide 2
-    python benchmarks/environments/recurrent.py --env-id Pong-v5 --num-envs 8 --total-timesteps 1e7
+    python benchmarks/environments/recurrent.py --env-id Pong-v5 --total-timesteps 1e7 \
+        --num-steps 64 --update-epochs 1 --num-minibatches 8 --learning-rate 5e-4 --gamma 0.99 \
+        --clip-coef 0.1 --ent-coef 0.01
 
 Atari games are observed as single frames. Other ids are Gymnasium's; your own environment is
 `--env-id my_module:Mine-v0`, see gymnasium_envs.py. `--hide` removes components of the observation,
