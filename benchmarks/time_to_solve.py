@@ -23,7 +23,8 @@ A task is solved if the mean return of the last training episodes reaches the th
 
 Settings: Rejax's configurations, the defaults of PureJaxRL, XLand-MiniGrid and CleanRL, and RL
 Baselines3 Zoo for Stable-Baselines3 and SBX (for MuJoCo those of -v3). MuJoCo's thresholds are the
-returns after a million steps in CleanRL's documentation. CleanRL plays LunarLander-v2.
+returns after a million steps in CleanRL's documentation ("tuned": RL Zoo's greedy ones). CleanRL
+plays LunarLander-v2.
 
 MiniGrid: each library plays its own port of a level, Stable-Baselines3 Farama's. The return is
 Farama's, 1 - 0.9 steps / limit, so 0.9 requires success in nearly all episodes. It counts once
