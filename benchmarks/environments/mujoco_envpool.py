@@ -6,8 +6,8 @@ r"""Continuous control in Atari's script: MuJoCo, dm_control, MetaWorld and othe
 
 The agent is that of CleanRL's ppo_continuous_action.py: a Gaussian policy whose standard deviations
 do not depend on the observation, two networks with two hidden layers, and running statistics that
-normalize observations and scale rewards. benchmarks/mujoco_search.py found the default flags (its
-candidate c5). These are CleanRL's flags:
+normalize observations and scale rewards. benchmarks/mujoco_search.py found the default flags. These
+are CleanRL's:
 
     python benchmarks/environments/mujoco_envpool.py --num-envs 1 --num-steps 2048 --gamma 0.99 \
         --num-minibatches 32 --ent-coef 0 --critic-size 64 --activation tanh --log-std-init 0
