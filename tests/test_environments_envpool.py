@@ -94,7 +94,7 @@ def test_unknown_ids():
 
 
 def test_spaces_of_envpool():
-    """Actions with two axes; a Discrete observation and nested ones as one-hot vectors."""
+    """Actions with two axes; one-hot vectors, also nested; Humanoid-v4's contact forces."""
     env = control.Vectors(control.Args(env_id="Jumanji/SearchAndRescue-v0"))
     pool = env.make_pool(np.arange(2))
     action = env.bounded(np.arange(8, dtype="f").reshape(2, 4) - 3)
@@ -110,6 +110,8 @@ def test_spaces_of_envpool():
     # In the order of names: action_mask, agent_position (col, row), step_count, ...
     np.testing.assert_array_equal(flat[:, :4], obs["action_mask"])
     np.testing.assert_array_equal(flat[:, 4:14].argmax(1), obs["agent_position"]["col"])
+    _, _, trajectory = rolled(control.Args(env_id="Humanoid-v4", num_envs=1, num_steps=16))
+    assert np.abs(trajectory.obs[..., 292:]).max() > 100  # a foot touches down
 
 
 def test_mujoco_envpool(tmp_path, capsys):
@@ -137,8 +139,7 @@ def test_mujoco_envpool(tmp_path, capsys):
 def test_statistics_by_definition():
     """Only valid samples count, in several batches as in one; a batch may have none."""
     rng = np.random.default_rng(0)
-    x = rng.normal(3, 5, size=(4, 20, 3, 2)).astype("f")
-    valid = rng.random((4, 20, 3)) < 0.7
+    x, valid = rng.normal(3, 5, (4, 20, 3, 2)).astype("f"), rng.random((4, 20, 3)) < 0.7
     seen = {"count": jnp.zeros(()), "mean": jnp.zeros(2), "var": jnp.ones(2)}
     for piece, mask in zip(x, valid):
         seen = control.updated(seen, jnp.asarray(piece), jnp.asarray(mask))

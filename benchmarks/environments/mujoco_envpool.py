@@ -90,10 +90,13 @@ class Vectors:
         if spec.config.max_num_players > 1:
             raise ppo.UserError(f"--env-id {args.env_id} has several players, not one")
         self.observation_space, self.action_space = spec.observation_space, spec.action_space
+        # By default, EnvPool's Humanoid-v4 lacks the contact forces that Gymnasium's observes.
+        has_forces = hasattr(spec.config, "post_constraint")
+        self.pool_options = {"post_constraint": True} if has_forces else {}
 
     def make_pool(self, seeds, evaluation=False, **options):
         """A pool with an environment for each of `seeds`."""
-        options |= {"num_envs": len(seeds), "seed": seeds.tolist()}
+        options |= self.pool_options | {"num_envs": len(seeds), "seed": seeds.tolist()}
         return envpool.make(self.args.env_id, env_type="gymnasium", **options)
 
     def start(self, obs, info):
