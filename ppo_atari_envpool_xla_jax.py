@@ -388,7 +388,7 @@ class NatureCNN(nn.Module):
 
     @nn.compact
     def __call__(self, obs):
-        """Logits [M, A] and values [M] of frames [M, 4, 84, 84], uint8."""
+        """Logits [M, A] and values [M] of frames [M, 4, 84, 84], uint8; the features if A is 0."""
         x = pixels_first(obs) / 255  # [C, Y, X, M]
         for i, (features, size, stride) in enumerate(self.layers):
             shape = (size, size, len(x), features)
@@ -397,6 +397,8 @@ class NatureCNN(nn.Module):
             x = nn.relu(convolve(x, kernel, stride) + bias[:, None, None, None])
         x = x.transpose(3, 1, 2, 0).reshape(obs.shape[0], -1)  # [M, Y * X * F]
         x = nn.relu(nn.Dense(512, kernel_init=orthogonal(math.sqrt(2)), name="dense")(x))
+        if not self.num_actions:
+            return x
         logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01), name="actor")(x)
         value = nn.Dense(1, kernel_init=orthogonal(1.0), name="critic")(x)
         return logits, value[:, 0]

@@ -283,6 +283,8 @@ def test_network_equals_plain_convolutions():
 
     jax.tree.map(close, outputs, expected)
     jax.tree.map(close, dict(grads), plain_grads)
+    features = script.NatureCNN(num_actions=0).apply({"params": ours}, obs)
+    close(features @ ours["actor"]["kernel"] + ours["actor"]["bias"], expected[0])
 
 
 def test_initial_weights_are_orthogonal():

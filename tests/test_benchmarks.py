@@ -165,7 +165,6 @@ def test_compare(tmp_path):
     assert ours["total_timesteps"] == theirs["total_timesteps"] == 2560
 
 
-@pytest.mark.quick
 # --- Learning ---
 
 

@@ -6,7 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, run_of, words_of
+from conftest import ROOT, run_main
 from scipy.special import expit
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "environments"))
@@ -147,11 +147,11 @@ def test_flags_that_do_not_fit(flags):
 
 def test_policy_of_the_page(agent, tmp_path):
     """The steps of the page's `act` are those of the evaluation's first episode."""
-    words = words_of(**SIZES, total_timesteps=112, eval_episodes=3, eval_mode="greedy")
-    ppo.main([*words, "--runs-dir", f"{tmp_path}/runs", "--videos-dir", f"{tmp_path}/videos"])
+    sizes = SIZES | dict(total_timesteps=112, eval_episodes=3)
+    run_dir = run_main(ppo, tmp_path, **sizes, eval_mode="greedy")
     page = (ROOT / "benchmarks" / "environments" / "README.md").read_text()
     code = page.split("```python\n")[2].split("```")[0]
-    exec(code.replace("runs/<run_name>", str(run_of(tmp_path))), page := {})
+    exec(code.replace("runs/<run_name>", str(run_dir)), page := {})
     env, total = gymnasium.make("Short-v0"), 0.0
     obs, _ = env.reset(seed=int(ppo.env_seeds(page["args"], 3, ppo.EVALUATION)[0]))
     hidden, start, done = np.zeros((1, 8), np.float32), np.ones(1, bool), False
@@ -159,5 +159,18 @@ def test_policy_of_the_page(agent, tmp_path):
         action, hidden = page["act"](obs[None], hidden, start)
         obs, reward, done, _, _ = env.step(np.clip(action[0], -1, 1))
         total, start = total + reward, np.zeros(1, bool)
-    evaluation = evaluated(*ppo.load_run(run_of(tmp_path)))
+    evaluation = evaluated(*ppo.load_run(run_dir))
     assert evaluation.episode_return[0, 0] == pytest.approx(total, abs=1e-4)
+
+
+def test_single_frames(agent, tmp_path):
+    """A short training in Pong; the GRU reads the features of the Atari script's network."""
+    args, params = ppo.load_run(run_main(ppo, tmp_path, env_id="Pong-v5", hidden_size=8))
+    params = jax.tree.map(lambda x: x[0], params)
+    obs = ppo.make_env(args).observation_space.sample()[None]
+    inputs = {"obs": obs, "hidden": np.ones((1, 8)), "start": np.zeros(1, bool)}
+    policy, _ = recurrent.forward(args, params, inputs)
+    net = params["network"]["params"]
+    x = ppo.NatureCNN(num_actions=0).apply({"params": net["features"]}, obs)
+    assert obs.shape == (1, 1, 84, 84) and x.shape == (1, 512)
+    np.testing.assert_allclose(policy.hidden, numpy_gru(net["gru"], x, np.ones(8)), atol=1e-5)

@@ -132,10 +132,10 @@ class Network(nn.Module):
         """
         x = obs.reshape(-1, *obs.shape[2:])
         if x.ndim > 2:
-            x, _ = ppo.NatureCNN(512, name="features")(x)
+            x = ppo.NatureCNN(0, name="features")(x)
         else:
-            x = nn.Dense(64, kernel_init=ppo.orthogonal(2**0.5), name="features")(x)
-        x = nn.tanh(x).reshape(*start.shape, -1)
+            x = nn.tanh(nn.Dense(64, kernel_init=ppo.orthogonal(2**0.5), name="features")(x))
+        x = x.reshape(*start.shape, -1)
 
         def step(cell, hidden, inputs):
             x, start = inputs
