@@ -115,7 +115,7 @@ def draw(runs, path):
     for game, axes in zip(games, panels.flat):
         of_game = [run for run in runs if run["env_id"] == game]
         names = [name for name in of_game[0]["args"] if name != "seed"]
-        names = [n for n in names if len({run["args"].get(n) for run in of_game}) > 1]
+        names = [n for n in names if len({str(run["args"].get(n)) for run in of_game}) > 1]
         for run in of_game:
             flags = "".join(f"{name} {run['args'].get(name)}, " for name in names)
             for seed, curve in run["curves"].items():

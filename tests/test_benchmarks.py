@@ -307,7 +307,7 @@ def test_atari_curves(tmp_path):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "run"
     folder.mkdir()
-    args = {"env_id": "Pong-v5", "seed": 3, "num_seeds": 1, "total_timesteps": 40}
+    args = {"env_id": "Pong-v5", "seed": 3, "num_seeds": 1, "total_timesteps": 40, "hide": []}
     (folder / "args.json").write_text(json.dumps(args))
     summary = {"eval_return_mean": -3.05, "eval_mode": "sampled"}
     (folder / "summary.json").write_text(json.dumps(summary))
